@@ -1,0 +1,51 @@
+"""Sampled KV-cache attention for long-context decoding.
+
+`decode` is the operator, `SantaConfig` and `santa_torch.hf` put it into a Hugging Face model,
+`reference` is the same computation in plain float64 PyTorch. Importing this package registers
+``torch.ops.santa.*``; it imports no transformers and initialises no CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from santa_torch import _load
+from santa_torch.info import build_info
+
+with contextlib.suppress(ImportError):  # until these modules have landed
+    from santa_torch.config import SantaConfig
+with contextlib.suppress(ImportError):
+    from santa_torch.ops import METHODS, DecodeOutput, decode
+with contextlib.suppress(ImportError):
+    from santa_torch import reference
+with contextlib.suppress(ImportError):
+    from santa_torch.stats import DecodeStats
+
+if TYPE_CHECKING:
+    from santa_torch import hf
+
+__version__: str = _load.C.build_info()["version"]
+
+__all__ = [
+    "METHODS",
+    "DecodeOutput",
+    "DecodeStats",
+    "SantaConfig",
+    "build_info",
+    "decode",
+    "hf",
+    "reference",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # hf imports transformers, which takes seconds and is optional: only on first use.
+    if name == "hf":
+        return import_module("santa_torch.hf")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
