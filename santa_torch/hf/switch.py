@@ -1,0 +1,270 @@
+"""Turning a model's attention to sampling, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from santa_torch.config import SantaConfig
+from santa_torch.hf import holds
+from santa_torch.hf.attention import BINDING, NAME, SEED, Binding, attention_forward
+
+_SWITCH = "_santa_switch"
+
+
+@dataclass
+class _Switch:
+    """What an enabled model remembers: its settings, and how to go back."""
+
+    config: SantaConfig
+    shared_rows: bool
+    text_config: Any
+    implementation: str | None
+
+
+def register() -> None:
+    """Make the attention implementation ``"santa"`` known to transformers.
+
+    Registers the attention function and, under the same name, transformers' own SDPA mask function:
+    without the latter masks would silently be None. Changes no model, may be called again;
+    ``enable`` calls it.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+
+
+def enable(
+    model: PreTrainedModel, config: SantaConfig | None = None, *, shared_rows: bool = False
+) -> None:
+    """Answer the decoding forwards of ``model`` with sampled attention, until ``disable``.
+
+    Enabling an enabled model changes its settings; ``disable`` still returns to the implementation
+    found by the first call.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder whose attention goes through transformers' ``AttentionInterface``. Of a
+        multi-modal model, the text part is switched.
+    config : SantaConfig, optional
+        Default ``SantaConfig()``.
+    shared_rows : bool
+        Whether all rows of a batch draw with the seed itself. By default row 0 does and each
+        further row has a seed derived from it, so that ``num_return_sequences`` gives independent
+        estimates. Beams share the seed either way when they live in a ``SantaCache``.
+
+    Raises
+    ------
+    ValueError
+        Something about the model or the settings cannot be honoured; the model is left as it was.
+    """
+    config = SantaConfig() if config is None else config
+    if not isinstance(config, SantaConfig):
+        raise ValueError(f"config must be a SantaConfig, got {type(config).__name__}")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}"
+        )
+    text_config = model.config.get_text_config(decoder=True)
+    modules = _attention_modules(model, text_config)
+    _check_supported(model, text_config, modules, config)
+
+    switch: _Switch | None = model.__dict__.get(_SWITCH)
+    if switch is None:
+        switch = _Switch(config, shared_rows, text_config, text_config._attn_implementation)
+    _switch_implementation(model, switch)
+    switch.config, switch.shared_rows = config, shared_rows
+    model.__dict__[_SWITCH] = switch
+    rank = _tensor_parallel_rank(model)
+    for module in modules:
+        _bind(module, config, shared_rows, rank)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Return ``model`` to the attention implementation that it had before ``enable``.
+
+    Raises
+    ------
+    ValueError
+        The model is not enabled.
+    """
+    switch: _Switch | None = getattr(model, "__dict__", {}).get(_SWITCH)
+    if switch is None:
+        raise ValueError(f"model: {type(model).__name__} is not enabled; nothing to disable")
+    for module in model.modules():
+        if BINDING in module.__dict__:
+            delattr(module, BINDING)
+            delattr(module, SEED)
+    del model.__dict__[_SWITCH]
+    holds.release(switch.text_config, model, switch.implementation)
+
+
+@contextmanager
+def use(
+    model: PreTrainedModel, config: SantaConfig | None = None, *, shared_rows: bool = False
+) -> Iterator[PreTrainedModel]:
+    """``enable`` inside a ``with`` block; afterwards the model is as it was before.
+
+    May be nested: leaving an inner block returns to the settings of the outer one.
+
+    Parameters
+    ----------
+    model, config, shared_rows
+        As for ``enable``.
+
+    Yields
+    ------
+    transformers.PreTrainedModel
+        ``model``.
+    """
+    outer: _Switch | None = getattr(model, "__dict__", {}).get(_SWITCH)
+    before = None if outer is None else (outer.config, outer.shared_rows)
+    enable(model, config, shared_rows=shared_rows)
+    try:
+        yield model
+    finally:
+        if before is not None:
+            enable(model, before[0], shared_rows=before[1])
+        elif _SWITCH in model.__dict__:  # the block may have disabled the model itself
+            disable(model)
+
+
+def _attention_modules(model: PreTrainedModel, text_config: Any) -> list[torch.nn.Module]:
+    """Attention modules of the text decoder: those that know their layer and its configuration."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and getattr(module, "config", None) is text_config
+    ]
+
+
+def _check_supported(
+    model: PreTrainedModel,
+    text_config: Any,
+    modules: list[torch.nn.Module],
+    config: SantaConfig,
+) -> None:
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"model: {name} is an encoder-decoder; only decoders are supported")
+    if not modules:
+        raise ValueError(f"model: {name} has no attention layers that santa_torch recognises")
+    bound_elsewhere = _SWITCH not in model.__dict__ and any(
+        BINDING in module.__dict__ for module in modules
+    )
+    if bound_elsewhere:
+        raise ValueError(f"model: {name} is part of a model that is already enabled; use that one")
+    heads = getattr(text_config, "num_attention_heads", None)
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise ValueError(
+            f"model: {heads} query heads are not a multiple of {kv_heads} key/value heads"
+        )
+    if getattr(text_config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"model: attn_logit_softcapping={text_config.attn_logit_softcapping} of {name} is not "
+            "supported by santa_torch yet"
+        )
+    if any(getattr(module, "sinks", None) is not None for module in modules):
+        raise ValueError(f"model: attention sinks of {name} are not supported by santa_torch yet")
+    if getattr(model.config, "output_attentions", False):
+        raise ValueError("model: config.output_attentions=True; there are no weights to return")
+    known = sorted({int(module.layer_idx) for module in modules})  # type: ignore[arg-type]
+    unknown = sorted(set(config.layers or ()) - set(known))
+    if unknown:
+        raise ValueError(f"layers: {name} has layers {known[0]} to {known[-1]}, got {unknown}")
+
+
+def _switch_implementation(model: PreTrainedModel, switch: _Switch) -> None:
+    """Set ``"santa"`` on the text configuration, read it back, touch nothing else."""
+    register()
+    text_config = switch.text_config
+    others = [
+        (config, config._attn_implementation)
+        for config in _configurations(model)
+        if config is not text_config
+    ]
+    holds.acquire(text_config, model)
+    try:
+        model.set_attn_implementation(_request(model, text_config))
+    except Exception:
+        holds.release(text_config, model, switch.implementation)
+        raise
+    finally:
+        for config, implementation in others:
+            if config._attn_implementation != implementation:
+                holds.set_implementation(config, implementation)
+    # transformers only warns about classes that bring their own attention, and ignores unknown
+    # sub-configurations, so what it did is checked rather than trusted.
+    found = text_config._attn_implementation
+    if found != NAME:
+        holds.release(text_config, model, switch.implementation)
+        raise ValueError(
+            f"model: {type(model).__name__} does not take its attention from transformers' "
+            f'AttentionInterface: asked for "{NAME}", its configuration says {found!r}'
+        )
+
+
+def _request(model: PreTrainedModel, text_config: Any) -> str | dict[str, str]:
+    """Phrase the request to ``set_attn_implementation``: the text part, nothing else."""
+    if text_config is model.config:
+        return NAME
+    for key in model.config.sub_configs:
+        if getattr(model.config, key, None) is text_config:
+            return {key: NAME}
+    raise ValueError(
+        f"model: the text configuration of {type(model).__name__} is none of its "
+        f"sub-configurations {sorted(model.config.sub_configs)}"
+    )
+
+
+def _configurations(model: PreTrainedModel) -> list[Any]:
+    """Every configuration object of the model, its submodules and their parts, each one once."""
+    found: dict[int, Any] = {}
+    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            waiting.extend(getattr(config, key, None) for key in config.sub_configs)
+    return list(found.values())
+
+
+def _bind(module: torch.nn.Module, config: SantaConfig, shared_rows: bool, rank: int) -> None:
+    """Give one attention module its settings; a seed already there is filled in place."""
+    binding = module.__dict__.get(BINDING)
+    if binding is None:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        setattr(module, BINDING, Binding(config, layer, shared_rows, rank))
+        with torch.inference_mode(False):  # else it could only be filled in inference mode
+            seed = torch.zeros(1, dtype=torch.int64, device=_device(module))
+        # A buffer follows the module to another device and into copies, and is not saved.
+        module.register_buffer(SEED, seed, persistent=False)
+    else:
+        binding.config, binding.shared_rows, binding.rank = config, shared_rows, rank
+    getattr(module, SEED).fill_(config.seed)
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    """Device of the module's weights; offloading hooks keep theirs on ``meta`` between forwards."""
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _tensor_parallel_rank(model: PreTrainedModel) -> int:
+    """Rank within the tensor-parallel group, 0 without one.
+
+    transformers 4.57 has a mesh of one dimension, later ones name theirs.
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return 0
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return int((mesh["tp"] if "tp" in names else mesh).get_local_rank())
