@@ -5,7 +5,8 @@ Developers' loop: ``python setup.py build_ext --inplace``. Environment variables
 only), ``TORCH_CUDA_ARCH_LIST``, ``NVCC_FLAGS``.
 """
 
-from build_tools.build_ext import EXTENSIONS, BuildExt
 from setuptools import setup
+
+from build_tools.build_ext import EXTENSIONS, BuildExt
 
 setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})

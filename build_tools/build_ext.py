@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sysconfig
 from pathlib import Path
 
 from setuptools import Extension
@@ -28,6 +27,7 @@ from build_tools.environment import (
     find_compiler,
     find_cuda,
     find_pybind11,
+    python_includes,
     require_torch,
 )
 
@@ -57,10 +57,18 @@ def _environment_flags(name: str) -> list[str]:
 class BuildExt(build_ext):
     """Build with ninja and record what was built in ``santa_torch/_build.py``."""
 
+    extensions: list[Extension]
+    torch: Torch
+    cuda: Cuda | None
+    cuda_reason: str
+    cxx: str
+    record: dict[str, str | None]
+
     def run(self) -> None:
         """Look at the machine, choose the libraries, build them."""
         try:
             self.torch = require_torch()
+            self.cxx = find_compiler()
             self.cuda, self.cuda_reason = find_cuda(self.torch)
             if self.cuda is None:
                 print(f"santa_torch: no CUDA module: {self.cuda_reason}")
@@ -85,7 +93,7 @@ class BuildExt(build_ext):
             ninja_file.build(
                 [self._library(extension.name) for extension in self.extensions],
                 Path(self.build_temp),
-                find_compiler(),
+                self.cxx,
                 str(self.cuda.home / "bin/nvcc") if self.cuda else "nvcc",
             )
         except subprocess.CalledProcessError as error:
@@ -102,30 +110,31 @@ class BuildExt(build_ext):
     def _library(self, fullname: str) -> ninja_file.Library:
         name = fullname.rpartition(".")[2]
         output = Path(self.build_lib) / self.get_ext_filename(fullname)
-        library = getattr(self, f"_library{name}")(output)
+        make = {"_C": self._python_module, "_ops": self._operators, "_cuda": self._cuda_operators}
+        library = make[name](output)
         library.cxx_flags = CXX + library.cxx_flags + _environment_flags("CXXFLAGS")
         library.link_flags = library.link_flags + _environment_flags("LDFLAGS")
         return library
 
-    def _library_C(self, output: Path) -> ninja_file.Library:
-        includes = [find_pybind11(), *(sysconfig.get_path(n) for n in ("include", "platinclude"))]
-        flags = [f"-isystem{folder}" for folder in dict.fromkeys(includes)]
+    def _python_module(self, output: Path) -> ninja_file.Library:
+        flags = [f"-isystem{folder}" for folder in (find_pybind11(), *python_includes())]
         for name in ("VERSION", "TORCH", "CUDA", "CUDA_ARCHS"):
             flags.append(f'-DSANTA_{name}="{self.record[name] or ""}"')
         sources = _sources("module.cpp", "planner.cpp", "cpu/level.cpp")
         return ninja_file.Library(output, sources, flags)
 
-    def _library_ops(self, output: Path) -> ninja_file.Library:
+    def _operators(self, output: Path) -> ninja_file.Library:
         sources = _sources("library.cpp", "check.cpp", "planner.cpp", "cpu/*.cpp")
         return self._stable(output, sources, ["-ltorch_cpu", "-lc10"])
 
-    def _library_cuda(self, output: Path) -> ninja_file.Library:
-        cuda: Cuda = self.cuda
+    def _cuda_operators(self, output: Path) -> ninja_file.Library:
+        cuda = self.cuda
+        assert cuda is not None  # run() drops this extension otherwise
         sources = _sources("check.cpp", "planner.cpp", "cuda/*.cpp", "cuda/*.cu")
         library = self._stable(output, sources, ["-ltorch_cuda", "-ltorch_cpu", "-lc10"])
         library.cxx_flags += ["-DUSE_CUDA", f"-isystem{cuda.home}/include"]
         # CXX may hold a launcher and options ("ccache g++ -m64"); nvcc wants the program alone.
-        host = next(word for word in reversed(find_compiler().split()) if word[0] != "-")
+        host = next(word for word in reversed(self.cxx.split()) if word[0] != "-")
         library.nvcc_flags = [*NVCC, *cuda.gencode, f"-ccbin={host}"]
         library.nvcc_flags += _environment_flags("NVCC_FLAGS")
         folders = [cuda.home / name for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
@@ -135,7 +144,7 @@ class BuildExt(build_ext):
 
     def _stable(self, output: Path, sources: list[Path], links: list[str]) -> ninja_file.Library:
         """A library against LibTorch's stable ABI: one build loads in this torch and later ones."""
-        torch: Torch = self.torch
+        torch = self.torch
         target = MINIMUM_TORCH[0] << 56 | MINIMUM_TORCH[1] << 48
         flags = [f"-isystem{torch.root}/include", f"-DTORCH_TARGET_VERSION={target:#018x}"]
         return ninja_file.Library(

@@ -55,7 +55,7 @@ class Cuda:
 
     @property
     def gencode(self) -> list[str]:
-        """nvcc options for ``archs``: machine code for each, PTX too where it ends in +PTX."""
+        """Nvcc options for ``archs``: machine code for each, PTX too where it ends in +PTX."""
         options = []
         for arch in self.archs:
             number = arch.removesuffix("+PTX").replace(".", "")
@@ -141,7 +141,7 @@ def _architectures(nvcc: Path) -> tuple[str, ...]:
     archs = tuple(arch for arch in wanted if arch.replace(".", "") in known)
     if not archs:
         raise BuildError(f"{nvcc} compiles for none of {DEFAULT_ARCHS}; set TORCH_CUDA_ARCH_LIST")
-    return archs[:-1] + (archs[-1] + "+PTX",)
+    return (*archs[:-1], archs[-1] + "+PTX")
 
 
 def find_cuda(torch: Torch) -> tuple[Cuda | None, str]:
@@ -189,19 +189,32 @@ def find_cuda(torch: Torch) -> tuple[Cuda | None, str]:
 
 def find_compiler() -> str:
     """The C++ compiler's command: ``CXX``, else the first usual name on the path."""
-    command = os.environ.get("CXX", "").split()
-    if command:
-        if shutil.which(command[0]):
-            return " ".join(command)
-        raise BuildError(f"CXX={os.environ['CXX']!r} is not a command on this machine")
-    for name in ("g++", "clang++", "c++"):
-        if shutil.which(name):
-            return name
-    raise BuildError(
-        "building santa_torch needs a C++20 compiler (g++ >= 11 or clang++ >= 14), and neither "
-        "g++, clang++ nor c++ is on the path.\n"
-        "Install one (Debian, Ubuntu: apt-get install g++), or name it in CXX."
+    needed = "building santa_torch needs a C++20 compiler (g++ >= 11 or clang++ >= 14)"
+    remedy = "Install one (Debian, Ubuntu: apt-get install g++), or name it in CXX."
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = next((name for name in names if shutil.which(name.split()[0])), None)
+    if found is None:
+        raise BuildError(f"{needed}; not on the path: {', '.join(names)}.\n{remedy}")
+    probe = subprocess.run(
+        [*found.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"],
+        input="#include <version>\nstatic_assert(__cplusplus >= 202002L);",
+        capture_output=True,
+        text=True,
     )
+    if probe.returncode:
+        raise BuildError(f"{needed}; {found} is not one:\n{probe.stderr.strip()}\n{remedy}")
+    return found
+
+
+def python_includes() -> list[str]:
+    """Include folders of the running Python."""
+    folders = list(dict.fromkeys(sysconfig.get_path(n) for n in ("include", "platinclude")))
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders):
+        raise BuildError(
+            f"building santa_torch needs Python's headers, and {folders[0]} has no Python.h.\n"
+            "Install them (Debian, Ubuntu: apt-get install python3-dev)."
+        )
+    return folders
 
 
 def find_ninja() -> str:
@@ -252,3 +265,21 @@ def jobs(bytes_per_job: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = _free_memory()
     return max(1, min(cores or 1, memory // bytes_per_job if memory is not None else 1))
+
+
+def main() -> None:
+    """Check what must be there before anything is downloaded; say whether torch is.
+
+    Used by ``scripts/setup.sh``; prints the version of the torch in range, or nothing.
+    """
+    try:
+        python_includes()
+        find_compiler()
+    except BuildError as error:
+        raise SystemExit(f"error: {error}") from None
+    torch = find_torch()
+    print(torch.version if torch else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
-#include <torch/csrc/stable/library.h>
-
 #include "info.h"
+
+#include <torch/csrc/stable/library.h>
 
 // No tensor argument names a device here, so the operator is not registered under CUDA.
 STABLE_TORCH_LIBRARY_IMPL(santa, CompositeExplicitAutograd, m) {
