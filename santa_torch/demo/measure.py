@@ -1,0 +1,180 @@
+"""The runs: prefill once, then decode with each contender from the same rows.
+
+Contenders take turns step by step, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from santa_torch import hf
+from santa_torch.config import SantaConfig
+
+#: Rows of the prompt per forward: bounds the memory of prefill.
+CHUNK = 512
+
+Progress = Callable[[int], None]
+
+
+@dataclass
+class Contender:
+    """One way to attend, and what was measured of it.
+
+    Parameters
+    ----------
+    key, label : str
+        Name in the JSON file and in the table.
+    config : SantaConfig or None
+        Settings of santa_torch; ``None`` for transformers' own attention.
+    seconds : list of float
+        Wall time of each decoding step.
+    generated : list of int
+        Tokens of the greedy continuation.
+    bytes_read : float
+        KV bytes read per token, all layers.
+    tvd, agreement : dict
+        Per dtype, for each step: total variation distance to the reference's next-token
+        distribution, and whether the most likely token is the same.
+    """
+
+    key: str
+    label: str
+    config: SantaConfig | None
+    seconds: list[float] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    bytes_read: float = 0.0
+    tvd: dict[str, list[float]] = field(default_factory=dict)
+    agreement: dict[str, list[bool]] = field(default_factory=dict)
+
+
+class Bench:
+    """A model and, per contender, a cache that holds the same context.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        In the dtype to measure.
+    tokens : Tensor
+        int64 ``[1, context + steps]``: the context, and the text that follows.
+    context : int
+        Number of tokens to prefill.
+    contenders : list of Contender
+        The first one is the reference.
+    """
+
+    def __init__(
+        self, model: Any, tokens: torch.Tensor, context: int, contenders: list[Contender]
+    ) -> None:
+        self.model, self.tokens, self.context = model, tokens, context
+        self.contenders = contenders
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self._caches: dict[str, Any] = {}
+        parameters = inspect.signature(model.forward).parameters
+        # transformers 5 renamed the argument and warns about the old name.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    @property
+    def steps(self) -> int:
+        """Decoding steps per run."""
+        return self.tokens.shape[1] - self.context
+
+    @torch.inference_mode()
+    def prefill(self, progress: Progress) -> None:
+        """Read the context once, in chunks and with exact attention, and hand a copy to each."""
+        cache = hf.SantaCache(self.model.config, reserve=self.tokens.shape[1])
+        for start in range(0, self.context, CHUNK):
+            end = min(start + CHUNK, self.context)
+            self._first = self._forward(self.tokens[:, start:end], cache)
+            progress(end)
+        for contender in self.contenders:
+            own = copy.deepcopy(cache) if contender.config else self._dynamic(cache)
+            self._caches[contender.key] = own
+
+    @torch.inference_mode()
+    def teacher_force(self, progress: Progress) -> None:
+        """Feed the text itself and compare next-token distributions; count bytes on the way."""
+        traffic = {contender.key: [0, 0] for contender in self.contenders}
+        for contender in self.contenders:
+            contender.tvd[self.dtype], contender.agreement[self.dtype] = [], []
+        for step in range(self.steps):
+            token = self.tokens[:, self.context + step : self.context + step + 1]
+            reference = None
+            for contender in self.contenders:
+                with self._attention(contender), self._record(contender, traffic):
+                    logits = self._forward(token, self._caches[contender.key])
+                probabilities = logits.double().softmax(-1)
+                reference = probabilities if reference is None else reference
+                distance = 0.5 * (probabilities - reference).abs().sum()
+                contender.tvd[self.dtype].append(float(distance))
+                contender.agreement[self.dtype].append(
+                    bool(probabilities.argmax() == reference.argmax())
+                )
+            progress(step + 1)
+        total = max(total for _, total in traffic.values())
+        for contender in self.contenders:
+            read = traffic[contender.key][0] if contender.config else total  # SDPA reads all rows
+            contender.bytes_read = read / self.steps
+        self._rewind()
+
+    @torch.inference_mode()
+    def generate(self, progress: Progress) -> None:
+        """Continue greedily with each contender and time the steps."""
+        for contender in self.contenders:
+            contender.seconds.clear()
+            contender.generated[:] = [int(self._first.argmax())]
+        for step in range(self.steps):
+            for contender in self.contenders:
+                token = self.tokens.new_tensor([[contender.generated[-1]]])
+                with self._attention(contender):
+                    self._synchronise()
+                    start = time.perf_counter()
+                    choice = self._forward(token, self._caches[contender.key]).argmax()
+                    contender.generated.append(int(choice))  # waits for the device
+                    contender.seconds.append(time.perf_counter() - start)
+            progress(step + 1)
+        self._rewind()
+
+    def _forward(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        """``[1, rows]`` tokens -> logits ``[vocabulary]`` after the last one."""
+        arguments = {self._cache_name: cache, "use_cache": True, **self._last_only}
+        logits: torch.Tensor = self.model(input_ids=tokens, **arguments).logits
+        return logits[0, -1]
+
+    def _attention(self, contender: Contender) -> contextlib.AbstractContextManager[Any]:
+        if contender.config is None:
+            return contextlib.nullcontext()
+        return hf.use(self.model, contender.config)
+
+    @contextlib.contextmanager
+    def _record(self, contender: Contender, traffic: dict[str, list[int]]) -> Iterator[None]:
+        if contender.config is None:
+            yield
+            return
+        with hf.record(self.model) as seen:
+            yield
+        traffic[contender.key][0] += seen.bytes_read
+        traffic[contender.key][1] += seen.bytes_total
+
+    def _dynamic(self, filled: Any) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config)
+        for index, layer in enumerate(filled.layers):
+            cache.update(layer.keys, layer.values, index)
+        return cache
+
+    def _rewind(self) -> None:
+        for cache in self._caches.values():
+            cache.crop(-self.steps)
+
+    def _synchronise(self) -> None:
+        if self.tokens.device.type == "cuda":
+            torch.cuda.synchronize(self.tokens.device)

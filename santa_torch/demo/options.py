@@ -1,0 +1,102 @@
+"""The demo's command line. Imports no torch, so that ``--help`` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from santa_torch.config import METHODS, SantaConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+#: Defaults of (context, tokens), in full and with ``--quick``.
+FULL, QUICK = (4096, 64), (1024, 16)
+
+
+class DemoError(Exception):
+    """What was asked for cannot be had; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A checked command line; see ``--help`` for the meaning of each field."""
+
+    model: str | None
+    text: str | None
+    context: int
+    tokens: int
+    samples: int
+    method: str
+    dtype: str
+    device: str
+    seed: int
+    out: Path
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"demo: error: {message}\n")  # one line, without the usage in front
+
+
+def parse(argv: list[str]) -> Options:
+    """Read the options; exits with code 2 and one line on standard error where they are wrong."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    context, tokens = QUICK if given.quick else FULL
+    try:
+        SantaConfig(method=given.method, samples=given.samples, seed=given.seed)
+    except ValueError as error:
+        parser.error(f"argument --{error}")
+    if given.out.exists() and not given.out.is_dir():
+        parser.error(f"argument --out: {str(given.out)!r} is not a directory")
+    return Options(
+        model=given.model,
+        text=given.text,
+        context=given.context or context,
+        tokens=given.tokens or tokens,
+        samples=given.samples,
+        method=given.method,
+        dtype=given.dtype,
+        device=given.device,
+        seed=given.seed,
+        out=given.out,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "python -m santa_torch demo",
+        description="Let a Llama-like model continue a long text with exact and with sampled "
+        "attention; compare text, speed, bytes of the KV cache read, and next-token probabilities.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", help="hub name, directory or .gguf file (None: the packaged SmolLM2-135M)")
+    add("--text", metavar="FILE", help="text to read (None: Python's own documentation topics)")
+    add("--context", type=_positive, metavar="N", help=f"tokens read before decoding ({FULL[0]})")
+    add("--tokens", type=_positive, metavar="N", help=f"tokens decoded and compared ({FULL[1]})")
+    add("--method", choices=METHODS, default="shared", help="how rows are sampled")
+    add("--samples", type=_positive, metavar="S", default=256, help="number of samples")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the draws")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help="of the timed model; probabilities are compared in float32 in any case",
+    )
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--out", type=Path, metavar="DIR", default=Path("out/demo"), help="for PNG and JSON")
+    add("--quick", action="store_true", help=f"{QUICK[0]} and {QUICK[1]} tokens by default")
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return number
