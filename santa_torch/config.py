@@ -14,8 +14,8 @@ from typing import Any
 #: Estimators of ``santa_torch.decode``, in the order of the table in ``docs/``.
 METHODS = ("dense", "multinomial", "stratified", "systematic", "shared")
 
-#: Thresholds ``(m * (W mod S) + U) / S`` are formed in 64 bits, which holds for S below this.
-MAX_SAMPLES = 2**31
+#: Largest S whose fp32 form is exact, which the inclusion probabilities need.
+MAX_SAMPLES = 2**24
 
 _QUERY_ROWS = ("decode", "all")
 
@@ -75,7 +75,7 @@ class SantaConfig:
             if self.method != "dense":
                 raise ValueError(f"samples must be given for method {self.method!r}, got None")
         else:
-            self._normalise("samples", _integer("samples", self.samples, 1, MAX_SAMPLES - 1))
+            self._normalise("samples", _integer("samples", self.samples, 1, MAX_SAMPLES))
         self._normalise("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
         self._normalise("dense_below", _integer("dense_below", self.dense_below, 0, 2**63 - 1))
         if self.layers is not None:

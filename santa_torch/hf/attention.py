@@ -19,7 +19,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from santa_torch import ops
 from santa_torch.config import SantaConfig
 from santa_torch.hf.holds import is_held
-from santa_torch.hf.inference import inference_only
 
 if TYPE_CHECKING:
     from santa_torch.hf.record import Traffic
@@ -124,7 +123,7 @@ def attention_forward(
     if dropout > 0.0:
         raise ValueError(f"dropout={dropout} of sampled attention is not supported: model.eval()")
     out = _decode(module, binding, query, key, value, attention_mask, scaling, kwargs)
-    return inference_only(out.unsqueeze(1), query, key, value), None
+    return out.unsqueeze(1), None
 
 
 def _decode(
@@ -140,9 +139,9 @@ def _decode(
     """One query row per sequence, ``[B, Hq, 1, D]`` -> ``[B, Hq, Dv]``."""
     config = binding.config
     result = ops.decode(
-        query.detach()[:, :, 0],
-        key.detach(),
-        value.detach(),
+        query[:, :, 0],
+        key,
+        value,
         samples=config.samples,
         method=config.method,
         scale=scaling,
@@ -153,11 +152,11 @@ def _decode(
         head_offset=binding.rank * query.shape[1],
         return_stats=binding.traffic is not None,
     )
-    if binding.traffic is None:
+    if isinstance(result, torch.Tensor):
         return result
-    binding.traffic.add(result.stats)
-    out: torch.Tensor = result.out
-    return out
+    if binding.traffic is not None and result.stats is not None:
+        binding.traffic.add(result.stats)
+    return result.out
 
 
 def _row_seeds(

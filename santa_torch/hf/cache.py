@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from santa_torch.config import SantaConfig
-from santa_torch.hf.inference import inference_only
+from santa_torch.inference import inference_only
 
 #: Capacities are multiples of this many rows.
 _GRANULE = 256

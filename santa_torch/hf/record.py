@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from santa_torch.hf.attention import BINDING
+from santa_torch.stats import DecodeStats
 
 
 class Traffic:
@@ -22,7 +22,7 @@ class Traffic:
         self._total: list[torch.Tensor] = []
         self._value_rows: list[torch.Tensor] = []
 
-    def add(self, stats: Any) -> None:
+    def add(self, stats: DecodeStats) -> None:
         """Count one call of the operator, by the statistics that it returned."""
         self._read.append(stats.bytes_read.sum())
         self._total.append(stats.bytes_total.sum())

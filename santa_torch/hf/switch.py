@@ -228,7 +228,9 @@ def _request(model: PreTrainedModel, text_config: Any) -> str | dict[str, str]:
 def _configurations(model: PreTrainedModel) -> list[Any]:
     """Every configuration object of the model, its submodules and their parts, each one once."""
     found: dict[int, Any] = {}
-    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    waiting: list[Any] = [
+        part.config for part in model.modules() if isinstance(part, PreTrainedModel)
+    ]
     while waiting:
         config = waiting.pop()
         if config is not None and id(config) not in found:
