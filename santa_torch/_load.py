@@ -9,6 +9,7 @@ import json
 import sys
 import warnings
 from importlib import import_module, metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urlparse
@@ -16,6 +17,8 @@ from urllib.parse import unquote, urlparse
 import torch
 
 FOLDER = Path(__file__).parent
+# Bytes of e_shoff, e_shentsize and e_shnum in the header of a 64-bit ELF file (System V gABI).
+_SECTION_TABLE = ((40, 48), (58, 60), (60, 62))
 
 
 def _record() -> ModuleType | None:
@@ -56,16 +59,33 @@ def _explain(library: str, cause: Exception) -> str:
     )
 
 
+def _check_whole(path: Path) -> None:
+    """Refuse an ELF file that is shorter than its header says: loading it would be a SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:
+        return  # No 64-bit little-endian ELF file: the loader's own message will do.
+    table, size, count = (int.from_bytes(header[a:b], "little") for a, b in _SECTION_TABLE)
+    found, needed = path.stat().st_size, table + size * count
+    if found < needed:
+        raise OSError(f"{path} is cut off: {found} bytes instead of at least {needed}")
+
+
 def _load_module() -> ModuleType:
     try:
+        for suffix in EXTENSION_SUFFIXES:
+            path = FOLDER / f"_C{suffix}"
+            if path.is_file():
+                _check_whole(path)
         return import_module("santa_torch._C")
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         others = ", ".join(path.name for path in sorted(FOLDER.glob("_C.*.so")))
         raise ImportError(_explain(f"_C (files here: {others or 'none'})", error)) from error
 
 
 def _load_operators(path: Path) -> None:
     try:
+        _check_whole(path)
         torch.ops.load_library(path)
     except OSError as error:
         raise ImportError(_explain(path.name, error)) from error

@@ -1,0 +1,49 @@
+"""Fixtures and options of the whole suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Nothing in the suite may reach for a model hub: the models used here come from packages.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests marked long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture
+def root() -> Path:
+    """Folder of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test() -> Iterator[None]:
+    """Seed torch, and give back what a test changes in the process: threads and CPU level."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    santa = torch.ops.santa
+    if hasattr(santa, "set_cpu_level") and not os.environ.get("SANTA_CPU_LEVEL"):
+        from santa_torch import build_info
+
+        santa.set_cpu_level(build_info().cpu_levels[-1])
