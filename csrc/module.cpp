@@ -4,10 +4,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu/level.h"
+#include "math/draws.h"
+#include "math/philox.h"
+#include "math/weights.h"
+#include "planner.h"
 
 namespace py = pybind11;
 
@@ -41,6 +46,26 @@ py::dict build_info() {
   return info;
 }
 
+std::vector<uint32_t> philox(const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key) {
+  if (counter.size() != 4) throw std::invalid_argument("counter must have 4 words, got " + std::to_string(counter.size()));
+  if (key.size() != 2) throw std::invalid_argument("key must have 2 words, got " + std::to_string(key.size()));
+  const santa::Philox4x32 bits =
+      santa::philox4x32({{counter[0], counter[1], counter[2], counter[3]}}, key[0], key[1]);
+  return {bits.word, bits.word + 4};
+}
+
+// Plan of a CPU decode step as text and bytes, for people and tests.
+py::dict plan_cpu(int64_t batch, int64_t query_heads, int64_t kv_heads, int64_t rows, int64_t head_dim,
+                  int64_t value_dim, const std::string& method) {
+  const santa::DecodeShape shape = {batch, query_heads, kv_heads, rows, head_dim, value_dim, santa::Dtype::kBFloat16};
+  const santa::CpuPlan plan = santa::plan_cpu(shape, santa::parse_method(method, "plan_cpu"), rows);
+  py::dict result;
+  result["text"] = plan.to_string();
+  result["chunks"] = plan.chunks;
+  result["scratch_bytes"] = plan.bytes;
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -48,4 +73,22 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info,
         "What this binary was built with (version, torch, cuda, cuda_archs, compiler) and the instruction-set "
         "levels of this processor, slowest first (cpu_levels).");
+  m.def("philox4x32", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: four words from a counter and a key.");
+  m.def(
+      "random64",
+      [](int64_t seed, int64_t position, int64_t layer, int64_t head, uint32_t draw) {
+        return santa::random64({seed, position, layer, head}, draw);
+      },
+      py::arg("seed"), py::arg("position"), py::arg("layer"), py::arg("head"), py::arg("draw"),
+      "The 64 random bits of one draw, as the kernels see them.");
+  m.def("stratum_threshold", &santa::stratum_threshold, py::arg("m"), py::arg("samples"), py::arg("total"),
+        py::arg("u"), "floor((m * total + u) / samples) without overflow.");
+  m.def("shared_threshold", &santa::shared_threshold, py::arg("k"), py::arg("bits"),
+        "Threshold k of the shared sample.");
+  m.def("multiply_high", &santa::multiply_high, py::arg("a"), py::arg("b"), "High half of a 64 x 64-bit product.");
+  m.def("draw_capacity", &santa::draw_capacity, py::arg("shared"), py::arg("samples"), py::arg("group_size"),
+        "Most rows that a draw can return, before the cut at the number of rows.");
+  m.attr("MAX_SAMPLES") = santa::kMaxSamples;
+  m.def("plan_cpu", &plan_cpu, py::arg("batch"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("rows"),
+        py::arg("head_dim"), py::arg("value_dim"), py::arg("method"), "Scratch plan of a CPU decode step.");
 }

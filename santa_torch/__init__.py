@@ -7,21 +7,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from santa_torch import _load
+from santa_torch import _load, reference
+from santa_torch.config import METHODS, SantaConfig
 from santa_torch.info import build_info
-
-with contextlib.suppress(ImportError):  # until these modules have landed
-    from santa_torch.config import SantaConfig
-with contextlib.suppress(ImportError):
-    from santa_torch.ops import METHODS, DecodeOutput, decode
-with contextlib.suppress(ImportError):
-    from santa_torch import reference
-with contextlib.suppress(ImportError):
-    from santa_torch.stats import DecodeStats
+from santa_torch.ops import DecodeOutput, decode, draw, gather, score, weigh
+from santa_torch.stats import DecodeStats
 
 if TYPE_CHECKING:
     from santa_torch import hf
@@ -35,8 +28,12 @@ __all__ = [
     "SantaConfig",
     "build_info",
     "decode",
+    "draw",
+    "gather",
     "hf",
     "reference",
+    "score",
+    "weigh",
 ]
 
 

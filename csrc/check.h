@@ -1,0 +1,56 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+// Argument checks, shared by every backend and called inside the operators, where the dispatcher cannot bypass
+// them. Errors are std::invalid_argument (ValueError in Python) and say "<op>: <argument> must ..., got <value>".
+namespace santa {
+
+using torch::stable::Tensor;
+
+// Checked inputs of a decode step, and what they own.
+struct CheckedDecode {
+  DecodeParams params{};
+  std::vector<int64_t> seq_lens;  // read by the CPU backend through params.seq_lens
+};
+
+// Every argument of a decode step that does not concern drawing. `v` may be absent (stage "score").
+CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
+                           std::optional<double> scale, const std::optional<Tensor>& mask,
+                           const std::optional<Tensor>& seq_lens);
+
+// Arguments of a draw for `batch` sequences and `query_heads` local heads.
+DrawParams check_draw(const std::string& op, const std::string& method, int64_t samples, const Tensor& seed,
+                      const std::optional<Tensor>& position, int64_t layer, int64_t head_offset, int64_t batch,
+                      int64_t query_heads, const Tensor& like);
+
+// The values of stage "gather" for `batch` sequences and `query_heads` heads.
+struct CheckedValues {
+  DecodeShape shape;
+  RowAddress address;
+};
+CheckedValues check_values(const std::string& op, const Tensor& v, int64_t batch, int64_t query_heads);
+
+// "[2, 3, 64]"
+std::string shape_text(const Tensor& tensor);
+// "float32", "int64", ...
+std::string dtype_text(const Tensor& tensor);
+
+// Throws std::invalid_argument with the parts of the message joined.
+template <class... Parts>
+[[noreturn]] void fail(const std::string& op, const Parts&... parts) {
+  std::ostringstream text;
+  text << op << ": ";
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
+}  // namespace santa

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+
+#include "../params.h"
+#include "level.h"
+
+// The inner loops of the CPU backend: written once in kernels-inl.h, compiled once per instruction-set level.
+// Every array of scores, weights or sums that a kernel touches is padded to a multiple of kPadFloats; rows of K
+// and V are read to their last element and not beyond.
+namespace santa::cpu {
+
+constexpr int64_t kPadFloats = 16;
+constexpr int64_t kBlockRows = 16;  // rows whose weights are also kept as one sum, so that a draw scans little
+
+constexpr int64_t pad(int64_t n) { return (n + kPadFloats - 1) / kPadFloats * kPadFloats; }
+
+// scores[h][i] = scale * <q_h, k_i>
+struct ScoreTile {
+  const float* q;          // [heads, q_stride], zero past head_dim
+  int64_t q_stride;
+  int64_t heads;
+  const void* keys;
+  const int64_t* offsets;  // [listed]: element offset of each row in `keys`
+  int64_t rows;
+  int64_t listed;          // at least `rows`; the rest are rows to come, prefetched and not read
+  int64_t head_dim;
+  float scale;
+  float* scores;           // [heads, scores_stride]
+  int64_t scores_stride;
+};
+
+// sums[h] += sum_i weights[h][i] * v_i, added in the order of i
+struct AccumulateTile {
+  const void* values;
+  const int64_t* offsets;  // [listed]
+  int64_t rows;
+  int64_t listed;
+  int64_t value_dim;
+  const float* weights;    // [heads, weights_stride]
+  int64_t weights_stride;
+  int64_t heads;
+  float* sums;             // [heads, sums_stride]
+  int64_t sums_stride;
+};
+
+// Inclusion probabilities of the shared sample over n rows (a multiple of kBlockRows).
+struct IncludeTile {
+  const uint32_t* weights;  // [heads, weights_stride]
+  int64_t weights_stride;
+  const float* reciprocal;  // [heads]: 1 / total, or 0 to leave the head out
+  int64_t heads;
+  int64_t rows;
+  float samples;
+  uint32_t* inclusion;      // [rows]
+  uint64_t* block_sums;     // [rows / kBlockRows]
+};
+
+struct KernelTable {
+  void (*score[kDtypes])(const ScoreTile&);
+  void (*accumulate[kDtypes])(const AccumulateTile&);
+  // Largest of n numbers (a multiple of kPadFloats): NaN if any is.
+  float (*maximum)(const float* x, int64_t n);
+  // x = exp(x - maximum) in place; returns the fp32 sum.
+  float (*exponentiate)(float* x, int64_t n, float maximum);
+  // weights = rint(2^30 exp(scores - maximum)); may work in place. Returns the sum; block_sums may be null.
+  uint64_t (*weigh)(const float* scores, int64_t n, float maximum, uint32_t* weights, uint64_t* block_sums);
+  // Returns the sum of the inclusions.
+  uint64_t (*include)(const IncludeTile&);
+  // Sums of kBlockRows weights each; returns the sum of all.
+  uint64_t (*sum_blocks)(const uint32_t* weights, int64_t n, uint64_t* block_sums);
+};
+
+extern const KernelTable kGenericKernels;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+#endif
+
+// The level in use: SANTA_CPU_LEVEL when set, the highest supported otherwise, or what set_active_level chose.
+Level active_level();
+void set_active_level(Level level);
+const KernelTable& active_kernels();
+
+}  // namespace santa::cpu

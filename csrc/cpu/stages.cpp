@@ -1,0 +1,241 @@
+// The torch side of the stage operators weigh, draw and gather: the kernels of decode on whole tensors.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../check.h"
+#include "../math/softmax.h"
+#include "../math/weights.h"
+#include "draw.h"
+#include "gather.h"
+#include "torch_side.h"
+
+namespace santa::cpu {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+void check_tensor(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, ScalarType dtype,
+                  const char* layout) {
+  if (tensor.dim() != dim || tensor.scalar_type() != dtype || !tensor.is_cpu()) {
+    fail(op, name, " must be ", layout, " on the CPU, got ", dtype_text(tensor), " ", shape_text(tensor));
+  }
+}
+
+bool same_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+}
+
+Tensor weigh_op(const Tensor& scores_in, const Tensor& maxima_in) {
+  const std::string op = "santa::weigh";
+  check_tensor(op, "scores", scores_in, 3, ScalarType::Float, "float32 [B, Hq, L]");
+  check_tensor(op, "maxima", maxima_in, 2, ScalarType::Float, "float32 [B, Hq]");
+  if (!same_sizes(maxima_in, {scores_in.size(0), scores_in.size(1)})) {
+    fail(op, "maxima must have shape [B, Hq] of scores ", shape_text(scores_in), ", got ", shape_text(maxima_in));
+  }
+  const Tensor scores = torch::stable::contiguous(scores_in);
+  const Tensor maxima = torch::stable::contiguous(maxima_in);
+  const int64_t rows = scores.size(2);
+  Tensor weights = empty(scores, {scores.size(0), scores.size(1), rows}, ScalarType::Int);
+  const float* from = scores.const_data_ptr<float>();
+  const float* largest = maxima.const_data_ptr<float>();
+  int32_t* to = weights.mutable_data_ptr<int32_t>();
+  const KernelTable& kernels = active_kernels();
+  std::atomic<int64_t> bad{-1};  // an exception would lose its message on the way out of the threads
+  torch_parallel_for(scores.size(0) * scores.size(1), 1, [&](int64_t begin, int64_t end) {
+    float chunk[kChunkRows];
+    uint32_t weighed[kChunkRows];
+    for (int64_t at = begin * rows; at < end * rows;) {
+      const int64_t head = at / rows;
+      const int64_t n = std::min(kChunkRows, (head + 1) * rows - at);
+      if (is_live(largest[head])) {
+        std::fill(std::copy_n(from + at, n, chunk), chunk + kChunkRows, kNegativeInfinity);
+        for (int64_t i = 0; i < n; ++i) {
+          if (!(chunk[i] <= largest[head])) bad = at + i;
+        }
+        kernels.weigh(chunk, kChunkRows, largest[head], weighed, nullptr);
+        std::copy_n(weighed, n, to + at);
+      } else {
+        std::fill_n(to + at, n, 0);
+      }
+      at += n;
+    }
+  });
+  if (bad >= 0) {
+    fail(op, "scores must not exceed the maximum of their head, got ", from[bad], " above ", largest[bad / rows],
+         " at flat index ", bad.load());
+  }
+  return weights;
+}
+
+// One density in memory of its own, from int32 weights of any backend or user.
+struct OwnedDensity {
+  std::vector<uint32_t> values;
+  std::vector<uint64_t> block_sums;
+  std::vector<uint64_t> chunk_sums;
+
+  explicit OwnedDensity(int64_t rows)
+      : values(chunk_count(rows) * kChunkRows, 0),
+        block_sums(values.size() / kBlockRows),
+        chunk_sums(chunk_count(rows)) {}
+
+  void sum(const KernelTable& kernels) {
+    constexpr int64_t kBlocks = kChunkRows / kBlockRows;
+    for (size_t c = 0; c < chunk_sums.size(); ++c) {
+      chunk_sums[c] = kernels.sum_blocks(values.data() + c * kChunkRows, kChunkRows, block_sums.data() + c * kBlocks);
+    }
+  }
+
+  Density view() const {
+    return {values.data(), block_sums.data(), chunk_sums.data(), static_cast<int64_t>(chunk_sums.size())};
+  }
+};
+
+// Inclusion probabilities of one group from its heads' weights [G, rows].
+void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t samples, const KernelTable& kernels,
+                  OwnedDensity* density) {
+  std::vector<uint32_t> padded(group * density->values.size(), 0);
+  std::vector<float> reciprocal(group);
+  const int64_t stride = static_cast<int64_t>(density->values.size());
+  for (int64_t g = 0; g < group; ++g) {
+    uint64_t total = 0;
+    for (int64_t j = 0; j < rows; ++j) total += weights[g * rows + j];
+    std::copy_n(weights + g * rows, rows, padded.data() + g * stride);
+    reciprocal[g] = reciprocal_total(total);
+  }
+  for (size_t c = 0; c < density->chunk_sums.size(); ++c) {
+    density->chunk_sums[c] = kernels.include({.weights = padded.data() + c * kChunkRows,
+                                              .weights_stride = stride,
+                                              .reciprocal = reciprocal.data(),
+                                              .heads = group,
+                                              .rows = kChunkRows,
+                                              .samples = static_cast<float>(samples),
+                                              .inclusion = density->values.data() + c * kChunkRows,
+                                              .block_sums = density->block_sums.data() + c * (kChunkRows / kBlockRows)});
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, std::string method,
+                                           int64_t kv_heads, const Tensor& seed, const Tensor& position,
+                                           int64_t layer, int64_t head_offset) {
+  const std::string op = "santa::draw";
+  check_tensor(op, "weights", weights_in, 3, ScalarType::Int, "int32 [B, Hq, L]");
+  const int64_t batch = weights_in.size(0);
+  const int64_t heads = weights_in.size(1);
+  const int64_t rows = weights_in.size(2);
+  if (kv_heads < 1 || heads % kv_heads != 0) {
+    fail(op, "kv_heads must be at least 1 and divide the query heads of weights ", shape_text(weights_in), ", got ",
+         kv_heads);
+  }
+  const DrawParams params =
+      check_draw(op, method, samples, seed, position, layer, head_offset, batch, heads, weights_in);
+  if (params.method == Method::kDense) fail(op, "method must be one that draws, got 'dense'");
+  const Tensor weights = torch::stable::contiguous(weights_in);
+  const int32_t* from = weights.const_data_ptr<int32_t>();
+  const int32_t* end = from + weights.numel();
+  // The upper bound keeps every sum and product of the exact draws within 64 bits.
+  const auto bad = std::find_if(from, end, [](int32_t w) { return w < 0 || w > static_cast<int32_t>(kWeightOne); });
+  if (bad != end) fail(op, "weights must lie between 0 and 2^30, got ", *bad, " at flat index ", bad - from);
+
+  const bool shared = params.method == Method::kShared;
+  const int64_t group = heads / kv_heads;
+  const int64_t draw_heads = shared ? kv_heads : heads;
+  const int64_t capacity = std::min(rows, draw_capacity(shared, samples, group));
+  Tensor out_rows = torch::stable::new_zeros(weights, {batch, draw_heads, capacity}, ScalarType::Long);
+  Tensor out_counts = torch::stable::new_zeros(weights, {batch, draw_heads, capacity}, ScalarType::Int);
+  Tensor num_rows = empty(weights, {batch, draw_heads}, ScalarType::Int);
+  int64_t* to_rows = out_rows.mutable_data_ptr<int64_t>();
+  int32_t* to_counts = out_counts.mutable_data_ptr<int32_t>();
+  int32_t* to_num = num_rows.mutable_data_ptr<int32_t>();
+  const KernelTable& kernels = active_kernels();
+  torch_parallel_for(batch * draw_heads, 1, [&](int64_t begin, int64_t finish) {
+    OwnedDensity density(rows);
+    Sample sample;
+    for (int64_t at = begin; at < finish; ++at) {
+      const int64_t b = at / draw_heads;
+      const int64_t first_head = shared ? at % draw_heads * group : at % draw_heads;
+      const uint32_t* head_weights = reinterpret_cast<const uint32_t*>(from) + (b * heads + first_head) * rows;
+      if (shared) {
+        include_rows(head_weights, group, rows, samples, kernels, &density);
+      } else {
+        std::copy_n(head_weights, rows, density.values.begin());
+        density.sum(kernels);
+      }
+      const DrawKey key = {params.seed[b], params.position[b], layer, head_offset + first_head};
+      draw(params.method, samples, density.view(), key, false, &sample);
+      const int64_t n = std::min(capacity, static_cast<int64_t>(sample.rows.size()));
+      std::copy_n(sample.rows.begin(), n, to_rows + at * capacity);
+      std::copy_n(sample.counts.begin(), n, to_counts + at * capacity);
+      to_num[at] = static_cast<int32_t>(n);
+    }
+  });
+  return {out_rows, out_counts, num_rows};
+}
+
+Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Tensor& num_rows_in, const Tensor& v) {
+  const std::string op = "santa::gather";
+  check_tensor(op, "rows", rows_in, 3, ScalarType::Long, "int64 [B, Hq or Hkv, capacity]");
+  check_tensor(op, "coefficients", coefficients_in, 3, ScalarType::Float, "float32 [B, Hq, capacity]");
+  check_tensor(op, "num_rows", num_rows_in, 2, ScalarType::Int, "int32 [B, Hq or Hkv]");
+  const int64_t batch = coefficients_in.size(0);
+  const int64_t heads = coefficients_in.size(1);
+  const int64_t capacity = rows_in.size(2);
+  const CheckedValues values = check_values(op, v, batch, heads);
+  const int64_t kv_heads = values.shape.kv_heads;
+  const int64_t row_heads = rows_in.size(1);
+  if (rows_in.size(0) != batch || (row_heads != heads && row_heads != kv_heads) ||
+      coefficients_in.size(2) != capacity) {
+    fail(op, "rows must have shape [B, Hq or Hkv, capacity] for coefficients ", shape_text(coefficients_in),
+         " and v ", shape_text(v), ", got ", shape_text(rows_in));
+  }
+  if (!same_sizes(num_rows_in, {batch, row_heads})) {
+    fail(op, "num_rows must have shape [", batch, ", ", row_heads, "], got ", shape_text(num_rows_in));
+  }
+  const Tensor rows = torch::stable::contiguous(rows_in);
+  const Tensor coefficients = torch::stable::contiguous(coefficients_in);
+  const Tensor num_rows = torch::stable::contiguous(num_rows_in);
+  const int64_t* row = rows.const_data_ptr<int64_t>();
+  const int32_t* num = num_rows.const_data_ptr<int32_t>();
+  for (int64_t at = 0; at < batch * row_heads; ++at) {
+    if (num[at] < 0 || num[at] > capacity) {
+      fail(op, "num_rows must lie between 0 and the capacity ", capacity, ", got ", num[at]);
+    }
+    for (int64_t i = at * capacity; i < at * capacity + num[at]; ++i) {
+      if (row[i] < 0 || row[i] >= values.shape.rows) {
+        fail(op, "rows must lie between 0 and the rows of v (", values.shape.rows, "), got ", row[i]);
+      }
+    }
+  }
+  Tensor out = empty(coefficients, {batch, heads, values.shape.value_dim}, ScalarType::Float);
+  float* to = out.mutable_data_ptr<float>();
+  const float* coefficient = coefficients.const_data_ptr<float>();
+  const int64_t heads_per_list = heads / row_heads;
+  const int64_t lists_per_kv = row_heads / kv_heads;
+  torch_parallel_for(batch * row_heads, 1, [&](int64_t begin, int64_t end) {
+    Gatherer gatherer(values.address, values.shape.value_dim, values.shape.dtype, active_kernels());
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t first_head = at * heads_per_list;
+      const double* sums = gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity, num[at],
+                                           coefficient + first_head * capacity, capacity, heads_per_list);
+      for (int64_t h = 0; h < heads_per_list; ++h) {
+        std::copy_n(sums + h * gatherer.value_stride(), values.shape.value_dim,
+                    to + (first_head + h) * values.shape.value_dim);
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace santa::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) {
+  m.impl("weigh", TORCH_BOX(&santa::cpu::weigh_op));
+  m.impl("draw", TORCH_BOX(&santa::cpu::draw_op));
+  m.impl("gather", TORCH_BOX(&santa::cpu::gather_op));
+}

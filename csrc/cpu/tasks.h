@@ -1,0 +1,46 @@
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "../math/softmax.h"
+#include "../params.h"
+
+namespace santa::cpu {
+
+// Runs f(begin, end) over [0, n), possibly cut among threads in pieces of at least `grain`. The pipeline takes it
+// as an argument, so that nothing below the operators knows torch.
+using ParallelFor =
+    std::function<void(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f)>;
+
+// The chunks of a ragged batch as one flat range, so that a long sequence and a short one load threads alike.
+// In the order (sequence, KV head, chunk): a thread reads one KV head's rows as one sequential stream.
+class ChunkGrid {
+ public:
+  // rows[b]: attended extent of sequence b
+  ChunkGrid(const std::vector<int64_t>& rows, int64_t kv_heads) : kv_heads_(kv_heads), first_(rows.size() + 1, 0) {
+    for (size_t b = 0; b < rows.size(); ++b) first_[b + 1] = first_[b] + kv_heads * chunk_count(rows[b]);
+  }
+
+  int64_t size() const { return first_.back(); }
+
+  // Calls f(sequence, KV head, chunk) for tasks [begin, end).
+  template <class Function>
+  void for_each(int64_t begin, int64_t end, const Function& f) const {
+    if (begin >= end) return;
+    int64_t b = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
+    for (int64_t task = begin; task < end; ++task) {
+      while (task >= first_[b + 1]) ++b;
+      const int64_t chunks = (first_[b + 1] - first_[b]) / kv_heads_;
+      const int64_t local = task - first_[b];
+      f(b, local / chunks, local % chunks);
+    }
+  }
+
+ private:
+  int64_t kv_heads_;
+  std::vector<int64_t> first_;  // [B + 1]: task index at which a sequence begins
+};
+
+}  // namespace santa::cpu

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <functional>
+#include <initializer_list>
+
+namespace santa::cpu {
+
+// torch's own thread pool: honours torch.set_num_threads.
+inline void torch_parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f) {
+  if (n == 0) return;
+  torch::stable::parallel_for(0, n, grain, f);
+}
+
+inline torch::stable::Tensor empty(const torch::stable::Tensor& like, std::initializer_list<int64_t> sizes,
+                                    torch::headeronly::ScalarType dtype) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+
+}  // namespace santa::cpu

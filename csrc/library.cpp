@@ -1,0 +1,26 @@
+// The schemas of every operator, and nothing else. Kernels are registered at the foot of the files that hold them.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(santa, m) {
+  // One decode step: out [B, Hq, Dv], lse [B, Hq]; with return_stats key_rows and value_rows int64 [B, Hkv] and
+  // squared_error [B, Hq], otherwise those three have no elements.
+  m.def(
+      "decode(Tensor q, Tensor k, Tensor v, *, int samples, str method=\"shared\", float? scale=None, "
+      "Tensor? mask=None, Tensor? seq_lens=None, Tensor seed, Tensor? position=None, int layer=0, "
+      "int head_offset=0, bool return_stats=False) "
+      "-> (Tensor out, Tensor lse, Tensor key_rows, Tensor value_rows, Tensor squared_error)");
+
+  // The stages that decode fuses. Composing them gives the bits of decode, before the cast to q's dtype.
+  m.def(
+      "score(Tensor q, Tensor k, *, float? scale=None, Tensor? mask=None, Tensor? seq_lens=None) "
+      "-> (Tensor scores, Tensor maxima)");
+  m.def("weigh(Tensor scores, Tensor maxima) -> Tensor weights");
+  m.def(
+      "draw(Tensor weights, *, int samples, str method=\"shared\", int kv_heads, Tensor seed, Tensor position, "
+      "int layer=0, int head_offset=0) -> (Tensor rows, Tensor counts, Tensor num_rows)");
+  m.def("gather(Tensor rows, Tensor coefficients, Tensor num_rows, Tensor v) -> Tensor out");
+
+  // The instruction-set level of the CPU kernels: "generic", "avx2" or "avx512".
+  m.def("cpu_level() -> str");
+  m.def("set_cpu_level(str level) -> ()");
+}

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+
+// Plain structs that carry a decode step below torch: pointers with their shapes beside them. Nothing under
+// this line of includes knows torch. All strides count elements and are 64-bit before the first product.
+namespace santa {
+
+enum class Dtype : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+constexpr int kDtypes = 3;
+
+constexpr int64_t element_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+enum class Method : uint8_t { kDense, kMultinomial, kStratified, kSystematic, kShared };
+
+// Sizes of one decode step.
+struct DecodeShape {
+  int64_t batch;        // B
+  int64_t query_heads;  // Hq
+  int64_t kv_heads;     // Hkv
+  int64_t rows;         // L: capacity of the cache; a sequence may be shorter
+  int64_t head_dim;     // D
+  int64_t value_dim;    // Dv
+  Dtype dtype;          // of q, k and v
+
+  int64_t group_size() const { return query_heads / kv_heads; }  // G
+};
+
+// Where row j of sequence b and KV head h lies. A row lives on a page: page_table[b][j / page_rows] when the
+// cache is paged, and page b, holding every row, when it is not. One form serves both.
+struct RowAddress {
+  const void* data;                     // [pages, Hkv, page_rows, D] with any strides but the last
+  int64_t page_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t page_rows;                    // rows a page holds; at least L when there is no table
+  const int32_t* page_table = nullptr;  // [B, max_pages], or null
+  int64_t page_table_stride = 0;
+
+  int64_t offset(int64_t b, int64_t h, int64_t j) const {
+    if (page_table == nullptr) return b * page_stride + h * head_stride + j * row_stride;
+    const int64_t page = page_table[b * page_table_stride + j / page_rows];
+    return page * page_stride + h * head_stride + (j % page_rows) * row_stride;
+  }
+};
+
+// Which rows a head attends. A mask selects rows; an additive mask moves the scores of those it selects.
+struct MaskParams {
+  enum class Kind : uint8_t { kNone, kBool, kFloat32, kFloat16, kBFloat16 };
+  Kind kind = Kind::kNone;
+  const void* data = nullptr;  // [B, Hq, L], broadcast dimensions have stride 0
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+};
+
+// An int64 per sequence, or one for all (stride 0).
+struct PerSequence {
+  const int64_t* data = nullptr;  // [B] or [1]
+  int64_t stride = 0;
+
+  int64_t operator[](int64_t b) const { return data[b * stride]; }
+};
+
+// How rows are drawn.
+struct DrawParams {
+  Method method;
+  int64_t samples;       // S
+  PerSequence seed;
+  PerSequence position;  // null data: the last attended row plus one
+  int64_t layer;
+  int64_t head_offset;   // global index of the first query head
+};
+
+struct DecodeParams {
+  DecodeShape shape;
+  const void* q;                   // [B, Hq, D]
+  int64_t q_batch_stride;
+  int64_t q_head_stride;
+  RowAddress k;                    // [B, Hkv, L, D]
+  RowAddress v;                    // [B, Hkv, L, Dv]
+  float scale;
+  MaskParams mask;                 // [B, Hq, L]
+  PerSequence seq_lens;            // null data: every sequence has L rows
+  DrawParams draw;
+
+  void* out;                       // [B, Hq, Dv], contiguous, of the inputs' dtype
+  float* lse;                      // [B, Hq]
+  int64_t* key_rows = nullptr;     // [B, Hkv], null without statistics
+  int64_t* value_rows = nullptr;   // [B, Hkv]
+  float* squared_error = nullptr;  // [B, Hq]
+};
+
+}  // namespace santa

@@ -1,0 +1,94 @@
+"""Shapes and dtypes of the operators' outputs, for torch.compile and torch.export.
+
+The operators themselves check their arguments; a fake only answers what comes out.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from santa_torch import _load
+
+
+def _smaller(rows: int, capacity: int) -> int:
+    return torch.sym_min(rows, capacity)
+
+
+@torch.library.register_fake("santa::decode")
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    samples: int,
+    method: str = "shared",
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    seed: torch.Tensor,
+    position: torch.Tensor | None = None,
+    layer: int = 0,
+    head_offset: int = 0,
+    return_stats: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    batch, heads = q.shape[0], q.shape[1]
+    kept = batch if return_stats else 0
+    return (
+        q.new_empty((batch, heads, v.shape[3])),
+        q.new_empty((batch, heads), dtype=torch.float32),
+        q.new_empty((kept, k.shape[1]), dtype=torch.int64),
+        q.new_empty((kept, k.shape[1]), dtype=torch.int64),
+        q.new_empty((kept, heads), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("santa::score")
+def _score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads = q.shape[0], q.shape[1]
+    return (
+        q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32),
+        q.new_empty((batch, heads), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("santa::weigh")
+def _weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    return scores.new_empty(scores.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("santa::draw")
+def _draw(
+    weights: torch.Tensor,
+    *,
+    samples: int,
+    method: str = "shared",
+    kv_heads: int,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, heads, rows = weights.shape
+    shared = method == "shared"
+    draw_heads = kv_heads if shared else heads
+    capacity = _smaller(rows, _load.C.draw_capacity(shared, samples, heads // kv_heads))
+    return (
+        weights.new_empty((batch, draw_heads, capacity), dtype=torch.int64),
+        weights.new_empty((batch, draw_heads, capacity), dtype=torch.int32),
+        weights.new_empty((batch, draw_heads), dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("santa::gather")
+def _gather(
+    rows: torch.Tensor, coefficients: torch.Tensor, num_rows: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    batch, heads, _ = coefficients.shape
+    return coefficients.new_empty((batch, heads, v.shape[3]))

@@ -1,0 +1,340 @@
+"""The operators as Python functions: decode, and its stages score, weigh, draw and gather.
+
+All of them are thin: checks of values live inside ``torch.ops.santa.*``, where a direct call meets
+them too. What is done here is what a graph must not contain: Python numbers become tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from santa_torch import fakes as _fakes  # noqa: F401  registers the operators' fakes
+from santa_torch.config import METHODS
+from santa_torch.inference import inference_only
+from santa_torch.stats import DecodeStats, decode_stats
+
+__all__ = ["METHODS", "DecodeOutput", "decode", "draw", "gather", "score", "weigh"]
+
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+class DecodeOutput(NamedTuple):
+    """What ``decode`` returns when more than the output is asked for.
+
+    Attributes
+    ----------
+    out : Tensor
+        ``[B, Hq, Dv]`` in the dtype of ``q``, contiguous.
+    lse : Tensor or None
+        float32 ``[B, Hq]``: natural logarithm of the softmax denominator; ``return_lse=True``.
+    stats : DecodeStats or None
+        What was read and the estimated error; ``return_stats=True``.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    stats: DecodeStats | None
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    samples: int | None = None,
+    method: str = "shared",
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seed: int | torch.Tensor = 0,
+    position: int | torch.Tensor | None = None,
+    layer: int = 0,
+    head_offset: int = 0,
+    sketch: Any = None,
+    bernoulli: Any = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    target_error: float | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+) -> torch.Tensor | DecodeOutput:
+    """Attention of one query row per sequence, over sampled rows of V.
+
+    An unbiased estimate of ``softmax(scale q K^T + mask) V``: every key is scored, and only the
+    value rows that a sample of the softmax picks are read (SANTA and S2ANTA, arXiv 2605.01910).
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, Hq, D]``, float32, float16 or bfloat16. Any strides with a last one of 1.
+    k : Tensor
+        ``[B, Hkv, L, D]``, dtype and device of ``q``; ``Hkv`` divides ``Hq``. Any strides with a
+        last one of 1; never copied.
+    v : Tensor
+        ``[B, Hkv, L, Dv]``, likewise.
+    samples : int
+        S, between 1 and 2^24: draws per query head, or the factor of ``"shared"``. May be left out
+        for ``"dense"`` only.
+    method : str
+        With ``p`` the softmax of a head and ``c_j`` how often row j was drawn:
+
+        - ``"dense"``: every row, exact.
+        - ``"multinomial"``: S independent draws per query head, ``sum_j c_j v_j / S`` (SANTA).
+        - ``"stratified"``: one draw in each of S equal slices of the distribution function
+          (S2ANTA).
+        - ``"systematic"``: draws at ``(m + u) / S`` with one offset u (S2ANTA).
+        - ``"shared"``: one sample per KV head for all heads of its group. Row j is included with
+          probability ``pi_j = min(1, S sqrt(sum_h p_hj^2))``, and head h gets the Horvitz-Thompson
+          sum ``sum_j p_hj v_j / pi_j`` (Horvitz and Thompson 1952).
+    scale : float, optional
+        Factor of the scores; default ``1 / sqrt(D)``.
+    mask : Tensor, optional
+        Broadcastable to ``[B, Hq, L]``. bool: True attends. Additive float32, float16 or bfloat16:
+        added to the scores, where -inf and the dtype's lowest finite number mean "not attended". A
+        row that is not attended is not read for that head.
+    seq_lens : Tensor, optional
+        int32 or int64 ``[B]``: rows of each sequence; those at and past it are never loaded.
+        Default L.
+    block_table : Tensor, optional
+        Pages of a paged cache. Not available yet.
+    seed : int or Tensor
+        Key of the random numbers, int64 ``[1]`` or ``[B]`` on the device of ``q``. Sequences with
+        one seed and one position draw with the same numbers. Use a tensor in compiled code: an int
+        becomes a constant of the graph.
+    position : int or Tensor, optional
+        Where in its sequence the query stands, int64 ``[1]`` or ``[B]``; its low 32 bits enter the
+        random counter. It must differ from step to step. Default: index of the last attended row
+        plus one, which stands still when old rows are evicted: pass the true position then.
+    layer : int
+        Index of the layer, below 2^24; layers draw independently.
+    head_offset : int
+        Index of ``q``'s first head among the heads of all tensor-parallel ranks.
+    sketch, bernoulli, softcap, sinks, target_error
+        Not available yet.
+    return_lse, return_stats : bool
+        Return a ``DecodeOutput`` with the log-sum-exp or with statistics.
+
+    Returns
+    -------
+    Tensor or DecodeOutput
+        ``[B, Hq, Dv]`` in the dtype of ``q``, contiguous. A head that attends nothing gets 0
+        (log-sum-exp
+        -inf); one whose scores hold NaN or +inf gets NaN and leaves the other heads untouched.
+
+    Raises
+    ------
+    ValueError
+        An argument has a wrong shape, dtype, device or value; the message names it and the value.
+    NotImplementedError
+        An argument of a later version is not None, or the device has no kernels in this build.
+
+    Notes
+    -----
+    Same inputs give the same bits, whatever the number of threads or the other sequences of the
+    batch. Weights are rounded to multiples of 2^-30 of the largest, which moves the sampled
+    distribution by at most ``L 2^-31`` in total variation; beyond that every method is unbiased.
+
+    There is no backward pass: gradients through the output raise.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(1, 8, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
+    >>> santa_torch.decode(q, k, v, samples=128).shape
+    torch.Size([1, 8, 64])
+    """
+    _refuse_later_arguments(
+        block_table=block_table,
+        sketch=sketch,
+        bernoulli=bernoulli,
+        softcap=softcap,
+        sinks=sinks,
+        target_error=target_error,
+    )
+    if samples is None:
+        if method != "dense":
+            raise ValueError(f"decode: samples must be given for method {method!r}, got None")
+        samples = 1
+    _require_kernels(q)
+    out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
+        q,
+        k,
+        v,
+        samples=samples,
+        method=method,
+        scale=scale,
+        mask=mask,
+        seq_lens=seq_lens,
+        seed=_as_tensor("seed", seed, q.device),
+        position=None if position is None else _as_tensor("position", position, q.device),
+        layer=layer,
+        head_offset=head_offset,
+        return_stats=return_stats,
+    )
+    out = inference_only(out, q, k, v)
+    if not return_lse and not return_stats:
+        return out
+    stats = None
+    if return_stats:
+        stats = decode_stats(
+            key_rows,
+            value_rows,
+            squared_error,
+            key_bytes=k.shape[3] * k.element_size(),
+            value_bytes=v.shape[3] * v.element_size(),
+        )
+    return DecodeOutput(out, lse if return_lse else None, stats)
+
+
+def score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of every row: the first stage of ``decode``.
+
+    Parameters
+    ----------
+    q, k, scale, mask, seq_lens
+        As in ``decode``.
+
+    Returns
+    -------
+    scores : Tensor
+        float32 ``[B, Hq, L]``: ``scale <q_h, k_j>`` plus an additive mask; -inf where not attended.
+    maxima : Tensor
+        float32 ``[B, Hq]``: the largest score; -inf where nothing is attended, NaN where a score is
+        NaN.
+    """
+    _require_kernels(q)
+    scores, maxima = torch.ops.santa.score(q, k, scale=scale, mask=mask, seq_lens=seq_lens)
+    return inference_only(scores, q, k), inference_only(maxima, q, k)
+
+
+def weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    """Integer weights of every row: the second stage of ``decode``.
+
+    Parameters
+    ----------
+    scores : Tensor
+        float32 ``[B, Hq, L]``; -inf means weight 0.
+    maxima : Tensor
+        float32 ``[B, Hq]``: no score of the head exceeds it.
+
+    Returns
+    -------
+    Tensor
+        int32 ``[B, Hq, L]``: ``rint(2^30 exp(score - maximum))``; all 0 for a head whose maximum is
+        not finite.
+    """
+    _require_kernels(scores)
+    weights: torch.Tensor = torch.ops.santa.weigh(scores.detach(), maxima.detach())
+    return weights
+
+
+def draw(
+    weights: torch.Tensor,
+    *,
+    samples: int,
+    method: str = "shared",
+    kv_heads: int,
+    seed: int | torch.Tensor = 0,
+    position: int | torch.Tensor,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows drawn from integer weights: the third stage of ``decode``, exact on every backend.
+
+    Parameters
+    ----------
+    weights : Tensor
+        int32 ``[B, Hq, L]`` between 0 and 2^30: weights of any origin, for instance a proxy's.
+    samples, method, seed, position, layer, head_offset
+        As in ``decode``; ``method`` is one that draws and ``position`` must be given.
+    kv_heads : int
+        Hkv, a divisor of Hq: heads of one group share a sample under ``"shared"``.
+
+    Returns
+    -------
+    rows : Tensor
+        int64 ``[B, H, C]``: distinct rows, ascending, then zeros. H is Hq, or Hkv for ``"shared"``.
+    counts : Tensor
+        int32 ``[B, H, C]``: how often each row was drawn; for ``"shared"`` its inclusion
+        probability in units of 2^-30.
+    num_rows : Tensor
+        int32 ``[B, H]``: how many of the C places are in use.
+    """
+    _require_kernels(weights)
+    rows, counts, num_rows = torch.ops.santa.draw(
+        weights,
+        samples=samples,
+        method=method,
+        kv_heads=kv_heads,
+        seed=_as_tensor("seed", seed, weights.device),
+        position=_as_tensor("position", position, weights.device),
+        layer=layer,
+        head_offset=head_offset,
+    )
+    return rows, counts, num_rows
+
+
+def gather(
+    rows: torch.Tensor, coefficients: torch.Tensor, num_rows: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Weighted sums of chosen V rows: the last stage of ``decode``.
+
+    Parameters
+    ----------
+    rows : Tensor
+        int64 ``[B, Hq or Hkv, C]``: one list per query head, or one per group.
+    coefficients : Tensor
+        float32 ``[B, Hq, C]``. A row with coefficient 0 is not used for that head.
+    num_rows : Tensor
+        int32 ``[B, Hq or Hkv]``: places of ``rows`` in use.
+    v : Tensor
+        ``[B, Hkv, L, Dv]``, float32, float16 or bfloat16, last stride 1.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[B, Hq, Dv]``: ``sum_i coefficients[h, i] v[rows[i]]``, in fp32 within a chunk of
+        256 rows and in fp64 between chunks.
+    """
+    _require_kernels(v)
+    out: torch.Tensor = torch.ops.santa.gather(rows, coefficients, num_rows, v)
+    return inference_only(out, coefficients, v)
+
+
+def _as_tensor(name: str, value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An int64 tensor ``[1]`` from a Python integer; a tensor as it is (the operator checks it)."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an int or an int64 tensor, got {value!r}")
+    if not _INT64_MIN <= value <= _INT64_MAX:
+        raise ValueError(f"{name} must fit in 64 signed bits, got {value}")
+    return torch.full((1,), value, dtype=torch.int64, device=device)
+
+
+def _refuse_later_arguments(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"decode: {name} is not available in this version; leave it None"
+            )
+
+
+def _require_kernels(tensor: Any) -> None:
+    """Say which devices there are kernels for, where the dispatcher would print a page."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device.type not in ("cpu", "meta"):
+        raise NotImplementedError(
+            f"santa_torch has no kernels for device {str(tensor.device)!r} in this build, only for "
+            "'cpu': move q, k and v there with .cpu()"
+        )

@@ -1,0 +1,325 @@
+"""Sampled attention in plain PyTorch: the oracle that every backend is tested against.
+
+Written to be read, not to be fast. Scores, sums and outputs are float64; random numbers, integer
+weights and thresholds are the exact integers of the kernels, so that ``draw`` here and
+``torch.ops.santa.draw`` return the same rows for the same weights. The stages have the names they
+have everywhere:
+
+    score   q, k            -> scores, maxima
+    weigh   scores, maxima  -> weights     integers in units of 2^-30
+    draw    weights         -> rows, counts, num_rows
+    gather  rows, v         -> out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from santa_torch.ops import DecodeOutput, _as_tensor, _refuse_later_arguments
+from santa_torch.stats import decode_stats
+
+ONE = 2**30  # a weight or an inclusion probability of 1
+WORD = 2**32
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def philox4x32(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Ten rounds of Philox4x32 (Salmon et al., SC 2011): four 32-bit words from counter and key."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (product1 // WORD) ^ c1 ^ k0,
+            product1 % WORD,
+            (product0 // WORD) ^ c3 ^ k1,
+            product0 % WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) % WORD, (k1 + 0xBB67AE85) % WORD
+    return [c0, c1, c2, c3]
+
+
+def random64(seed: int, position: int, layer: int, head: int, draw: int) -> int:
+    """64 random bits of one draw: a pure function of where the draw happens."""
+    seed %= 2**64
+    stream = 0  # draws of value rows
+    word = philox4x32(
+        (position % WORD, draw, stream << 24 | layer, head), (seed % WORD, seed // WORD)
+    )
+    return word[1] * WORD + word[0]
+
+
+# ---- score and weigh -----------------------------------------------------------------------------
+
+
+def attended(
+    q: torch.Tensor, rows: int, mask: torch.Tensor | None, seq_lens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows each head attends, bool ``[B, Hq, L]``, and what is added to their scores."""
+    batch, heads, _ = q.shape
+    attends = torch.ones(batch, heads, rows, dtype=torch.bool)
+    bias = torch.zeros(batch, heads, rows, dtype=torch.float64)
+    if seq_lens is not None:
+        attends &= (torch.arange(rows) < seq_lens[:, None])[:, None]
+    if mask is not None and mask.dtype == torch.bool:
+        attends &= mask
+    elif mask is not None:
+        lowest = torch.finfo(torch.float16 if mask.dtype == torch.float16 else torch.bfloat16).min
+        attends &= ~(mask.double() <= lowest)  # float32 masks are often made in bfloat16
+        bias = bias + mask.double()
+    return attends, bias
+
+
+def score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores float64 ``[B, Hq, L]``, -inf where not attended, and their maxima ``[B, Hq]``."""
+    group = q.shape[1] // k.shape[1]
+    factor = 1 / math.sqrt(q.shape[2]) if scale is None else scale
+    products = torch.einsum("bhd,bhld->bhl", q.double(), k.double().repeat_interleave(group, 1))
+    attends, bias = attended(q, k.shape[2], mask, seq_lens)
+    scores = torch.where(attends, factor * products + bias, -math.inf)
+    none = torch.full((*scores.shape[:2], 1), -math.inf, dtype=torch.float64)
+    return scores, torch.cat([scores, none], -1).amax(-1)
+
+
+def weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    """Integer weights int64 ``[B, Hq, L]``; all 0 for a head whose maximum is not finite."""
+    live = maxima.isfinite()[..., None]
+    p = torch.where(live, (scores - maxima[..., None]).exp(), 0.0)
+    return (ONE * p).round().long()
+
+
+# ---- draw ----------------------------------------------------------------------------------------
+
+
+class Drawn(NamedTuple):
+    """The sample of one head or group."""
+
+    rows: torch.Tensor  # int64 [n], ascending and distinct
+    counts: torch.Tensor  # int64 [n]: multiplicity; "shared": inclusion in units of 2^-30
+    hits: torch.Tensor  # int64 [draws]: row of each draw, in the order of the thresholds
+
+
+def inclusion(weights: torch.Tensor, samples: int, kv_heads: int) -> torch.Tensor:
+    """Inclusion probabilities of the shared sample in units of 2^-30, int64 ``[B, Hkv, L]``.
+
+    float32 from operation to operation, in head order: the kernels round in the same places.
+    """
+    batch, heads, rows = weights.shape
+    total = weights.sum(-1, keepdim=True)
+    reciprocal = torch.where(total > 0, 1 / total.float(), 0.0)
+    p = (weights.float() * reciprocal).view(batch, kv_heads, heads // kv_heads, rows)
+    square = torch.zeros(batch, kv_heads, rows)
+    for g in range(heads // kv_heads):
+        square = square + p[:, :, g] * p[:, :, g]
+    share = torch.clamp(torch.tensor(float(samples)) * square.sqrt(), max=1.0)
+    return (share * ONE).round().long()
+
+
+def thresholds(method: str, samples: int, total: int, random: Callable[[int], int]) -> list[int]:
+    """Ascending points of ``[0, total)``; each draws the row whose share of the total holds it.
+
+    ``random(m)`` gives the 64 bits of draw m, which ``bits * total >> 64`` maps to ``[0, total)``.
+    """
+    if total == 0:
+        return []
+    if method == "multinomial":
+        return sorted(random(m) * total >> 64 for m in range(samples))
+    if method == "stratified":
+        return [(m * total + (random(m) * total >> 64)) // samples for m in range(samples)]
+    if method == "systematic":
+        u = random(0) * total >> 64
+        return [(m * total + u) // samples for m in range(samples)]
+    offset = random(0) >> 34  # shared: points 2^30 apart
+    return list(range(ONE - 1 - offset, total, ONE))
+
+
+def draw(
+    weights: torch.Tensor,
+    *,
+    samples: int,
+    method: str = "shared",
+    kv_heads: int,
+    seed: int | torch.Tensor = 0,
+    position: int | torch.Tensor,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> list[list[Drawn]]:
+    """What each head drew, per sequence; ``"shared"``: what each KV head drew."""
+    batch, heads, _ = weights.shape
+    seeds = _as_tensor("seed", seed, weights.device).expand(batch).tolist()
+    positions = _as_tensor("position", position, weights.device).expand(batch).tolist()
+    shared = method == "shared"
+    density = inclusion(weights, samples, kv_heads) if shared else weights
+    group = heads // density.shape[1]
+
+    def draw_head(b: int, h: int) -> Drawn:
+        def random(m: int) -> int:
+            return random64(seeds[b], positions[b], layer, head_offset + h * group, m)
+
+        points = thresholds(method, samples, int(density[b, h].sum()), random)
+        prefix = density[b, h].cumsum(0)
+        hits = torch.searchsorted(prefix, torch.tensor(points, dtype=torch.int64), right=True)
+        rows, counts = hits.unique_consecutive(return_counts=True)
+        return Drawn(rows, density[b, h, rows] if shared else counts, hits)
+
+    return [[draw_head(b, h) for h in range(density.shape[1])] for b in range(batch)]
+
+
+# ---- gather and the whole ------------------------------------------------------------------------
+
+
+def gather(rows: torch.Tensor, coefficients: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``sum_i coefficients[i] v[rows[i]]`` of one head: ``v`` is ``[L, Dv]``; float64 ``[Dv]``."""
+    used = coefficients != 0  # a row that does not count may hold NaN
+    return coefficients[used].double() @ v[rows[used]].double()
+
+
+def squared_error(
+    rows: torch.Tensor, coefficients: torch.Tensor, slack: torch.Tensor, v: torch.Tensor
+) -> float:
+    """``sum a |y - b|^2`` of one head; see ``DecodeStats``."""
+    y = torch.where(coefficients[:, None] != 0, coefficients[:, None] * v[rows].double(), 0.0)
+    if slack.sum() == 0:
+        return 0.0
+    mean = (slack[:, None] * y).sum(0) / slack.sum()
+    return float((slack * (y - mean).square().sum(-1)).sum())
+
+
+def slack(method: str, samples: int, weights: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+    """How uncertain the selection of each drawn row was, float64 ``[n]``; weights ``[L]``."""
+    counts = drawn.counts.double()
+    if method == "shared":
+        return 1 - counts / ONE
+    if method == "multinomial":
+        return counts * samples / (samples - 1 if samples > 1 else math.nan)
+    per_mass = samples / max(float(weights.sum()), 1.0)  # nothing drawn: any number serves
+    if method == "systematic":
+        expected = weights[drawn.rows].double() * per_mass
+        return torch.where(counts > expected.floor(), 1 - expected.frac(), 0.0)
+    # stratified: of stratum [m, m + 1), the part that the row it drew does not cover
+    end = weights.cumsum(0)
+    m = torch.arange(samples)
+    upper = torch.minimum(end[drawn.hits].double() * per_mass, m + 1.0)
+    lower = torch.maximum((end - weights)[drawn.hits].double() * per_mass, m.double())
+    uncovered = (1 - (upper - lower)).clamp(0, 1)
+    return torch.zeros(len(weights)).double().index_add(0, drawn.hits, uncovered)[drawn.rows]
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    samples: int | None = None,
+    method: str = "shared",
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seed: int | torch.Tensor = 0,
+    position: int | torch.Tensor | None = None,
+    layer: int = 0,
+    head_offset: int = 0,
+    sketch: Any = None,
+    bernoulli: Any = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    target_error: float | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+) -> torch.Tensor | DecodeOutput:
+    """``santa_torch.decode`` on the CPU in float64.
+
+    Parameters and meaning are those of ``santa_torch.decode``. Outputs, log-sum-exp and squared
+    errors are float64. The rows drawn are those of the operator unless a score lies so close to a
+    rounding boundary that float32 and float64 give different integer weights.
+    """
+    _refuse_later_arguments(
+        block_table=block_table,
+        sketch=sketch,
+        bernoulli=bernoulli,
+        softcap=softcap,
+        sinks=sinks,
+        target_error=target_error,
+    )
+    (batch, heads, _), (_, kv_heads, length, value_dim) = q.shape, v.shape
+    group = heads // kv_heads
+    attends, _ = attended(q, length, mask, seq_lens)
+    scores, maxima = score(q, k, scale=scale, mask=mask, seq_lens=seq_lens)
+    key_rows = attends.view(batch, kv_heads, group, length).any(2).sum(-1)
+    value_rows = key_rows.clone()
+    out = torch.zeros(batch, heads, value_dim, dtype=torch.float64)
+    errors = torch.zeros(batch, heads, dtype=torch.float64)
+    every_head = [(b, h) for b in range(batch) for h in range(heads)]
+
+    if method == "dense":
+        lse = torch.logsumexp(scores, -1)
+        for b, h in every_head:
+            rows = attends[b, h].nonzero()[:, 0]  # masks select: other rows are not touched
+            out[b, h] = scores[b, h, rows].softmax(-1) @ v[b, h // group, rows].double()
+    else:
+        if samples is None:
+            raise ValueError(f"decode: samples must be given for method {method!r}, got None")
+        weights = weigh(scores, maxima)
+        total = weights.sum(-1)
+        lse = maxima + (total.double() / ONE).log()
+        if position is None:
+            position = torch.where(attends.any(1), torch.arange(1, length + 1), 0)
+            position = torch.nn.functional.pad(position, (0, 1)).amax(-1)
+        drawn = draw(
+            weights,
+            samples=samples,
+            method=method,
+            kv_heads=kv_heads,
+            seed=seed,
+            position=position,
+            layer=layer,
+            head_offset=head_offset,
+        )
+        for b, h in every_head:
+            sample = drawn[b][h // group if method == "shared" else h]
+            values = v[b, h // group]
+            if method == "shared":
+                p = weights[b, h, sample.rows].double() / float(total[b, h])
+                coefficients = (p * ONE / sample.counts.double()).float()
+                each = coefficients
+            else:
+                coefficients = sample.counts.float() / float(samples)
+                each = torch.full_like(coefficients, 1 / samples)
+            out[b, h] = gather(sample.rows, coefficients, values)
+            uncertain = slack(method, samples, weights[b, h], sample)
+            errors[b, h] = squared_error(sample.rows, each, uncertain, values)
+        for b in range(batch):
+            per_group = len(drawn[b]) // kv_heads
+            for kv in range(kv_heads):
+                lists = drawn[b][kv * per_group : (kv + 1) * per_group]
+                value_rows[b, kv] = torch.cat([sample.rows for sample in lists]).unique().numel()
+
+    empty, bad = maxima == -math.inf, ~maxima.isfinite() & (maxima != -math.inf)
+    out[empty], lse[empty], errors[empty] = 0.0, -math.inf, 0.0
+    out[bad], lse[bad] = math.nan, maxima[bad]
+    errors[bad] = 0.0 if method == "dense" else math.nan
+    if not return_lse and not return_stats:
+        return out
+    stats = None
+    if return_stats:
+        stats = decode_stats(
+            key_rows,
+            value_rows,
+            errors,
+            key_bytes=k.shape[3] * k.element_size(),
+            value_bytes=value_dim * v.element_size(),
+        )
+    return DecodeOutput(out, lse if return_lse else None, stats)
