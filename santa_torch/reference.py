@@ -204,13 +204,13 @@ def slack(method: str, samples: int, weights: torch.Tensor, drawn: Drawn) -> tor
         return 1 - counts / ONE
     if method == "multinomial":
         return counts * samples / (samples - 1 if samples > 1 else math.nan)
-    per_mass = samples / max(float(weights.sum()), 1.0)  # nothing drawn: any number serves
+    per_mass = samples / max(float(weights.sum()), 1.0)  # 0 where nothing is drawn
     if method == "systematic":
         expected = weights[drawn.rows].double() * per_mass
         return torch.where(counts > expected.floor(), 1 - expected.frac(), 0.0)
     # stratified: of stratum [m, m + 1), the part that the row it drew does not cover
     end = weights.cumsum(0)
-    m = torch.arange(samples)
+    m = torch.arange(len(drawn.hits))
     upper = torch.minimum(end[drawn.hits].double() * per_mass, m + 1.0)
     lower = torch.maximum((end - weights)[drawn.hits].double() * per_mass, m.double())
     uncovered = (1 - (upper - lower)).clamp(0, 1)
