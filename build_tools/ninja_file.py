@@ -6,6 +6,7 @@ rebuilds what a changed flag concerns.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,8 +102,10 @@ def build(libraries: list[Library], folder: Path, cxx: str, nvcc: str = "nvcc") 
     script.write_text(render(libraries, folder, cxx, nvcc))
     ninja = find_ninja()
     subprocess.run([ninja, "-f", str(script), "-j", str(jobs(CXX_MEMORY))], check=True)
-    # For clang-tidy and editors.
+    # For clang-tidy and editors: each source once, though libraries share some.
     database = subprocess.run(
         [ninja, "-f", str(script), "-t", "compdb", "cxx"], check=True, capture_output=True
     )
-    (folder.parent / "compile_commands.json").write_bytes(database.stdout)
+    entries = {entry["file"]: entry for entry in json.loads(database.stdout)}
+    target = folder.parent / "compile_commands.json"
+    target.write_text(json.dumps(list(entries.values()), indent=1))

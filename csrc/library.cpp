@@ -23,4 +23,7 @@ STABLE_TORCH_LIBRARY(santa, m) {
   // The instruction-set level of the CPU kernels: "generic", "avx2" or "avx512".
   m.def("cpu_level() -> str");
   m.def("set_cpu_level(str level) -> ()");
+
+  // What the CUDA kernels were compiled with; implemented where the CUDA library is loaded.
+  m.def("cuda_info() -> str");
 }
