@@ -4,18 +4,29 @@ here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/environment.sh"
 bash "$here/setup.sh" lint
 cd "$root"
-tools=$(dirname "$python")
+tools=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-"$python" -m ruff check .
-"$python" -m ruff format --check .
-"$python" -m mypy
+# Every check runs, so that one run shows everything there is to mend.
+failed=()
+check() {
+    printf '\n== %s\n' "$1"
+    "${@:2}" || failed+=("$1")
+}
 
-mapfile -t native < <(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort)
-"$tools/clang-format" --dry-run --Werror "${native[@]}"
-
+mapfile -t native < <(find csrc tests \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 # Headers are read through the files that include them. A torch header costs seconds in each.
 mapfile -t units < <(find csrc -name '*.cpp' -not -path 'csrc/cuda/*' | sort)
 if [ "${1:-}" != --long ]; then
-    mapfile -t units < <(grep -L '<torch/' "${units[@]}" | xargs grep -L '"check.h"')
+    mapfile -t units < <(grep -LE '#include (<torch/|"(\.\./)?check\.h")' "${units[@]}")
 fi
-"$tools/clang-tidy" --quiet -p build "${units[@]}"
+
+check "ruff" "$python" -m ruff check .
+check "ruff format" "$python" -m ruff format --check .
+check "mypy" "$python" -m mypy
+check "clang-format" "$tools/clang-format" --dry-run --Werror "${native[@]}"
+check "clang-tidy" "$tools/clang-tidy" --quiet -p build "${units[@]}"
+
+if [ ${#failed[@]} != 0 ]; then
+    printf '\nerror: failed: %s\n' "${failed[*]}" >&2
+    exit 1
+fi
