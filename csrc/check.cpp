@@ -27,7 +27,9 @@ void check_last_stride(const std::string& op, const char* name, const Tensor& te
 void check_device(const std::string& op, const char* name, const Tensor& tensor, const Tensor& q) {
   if (tensor.device() != q.device()) {
     const auto text = [](const Tensor& t) {
-      return t.is_cpu() ? std::string("cpu") : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "other";
+      return t.is_cpu()    ? std::string("cpu")
+             : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
+                           : "other";
     };
     fail(op, name, " must be on the device of the other tensors (", text(q), "), got ", text(tensor));
   }
@@ -78,7 +80,8 @@ MaskParams check_mask(const std::string& op, const Tensor& mask, const DecodeSha
       params.kind = MaskParams::Kind::kBFloat16;
       break;
     default:
-      fail(op, "mask must be bool (true = attend) or additive float32, float16 or bfloat16, got ", dtype_text(mask));
+      fail(op, "mask must be bool (true = attend) or additive float32, float16 or bfloat16, got ",
+           dtype_text(mask));
   }
   const int64_t target[3] = {shape.batch, shape.query_heads, shape.rows};
   int64_t strides[3] = {0, 0, 0};
@@ -199,7 +202,8 @@ CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor&
     check_same_dtype(op, "v", *v, q);
     for (int64_t d = 0; d < 3; ++d) {
       if (v->size(d) != k.size(d)) {
-        fail(op, "v must have the batch, KV heads and rows of k, got k ", shape_text(k), " and v ", shape_text(*v));
+        fail(op, "v must have the batch, KV heads and rows of k, got k ", shape_text(k), " and v ",
+             shape_text(*v));
       }
     }
     if (v->size(3) < 1) fail(op, "v must have a head dim of at least 1, got ", shape_text(*v));

@@ -47,7 +47,8 @@ py::dict build_info() {
 }
 
 std::vector<uint32_t> philox(const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key) {
-  if (counter.size() != 4) throw std::invalid_argument("counter must have 4 words, got " + std::to_string(counter.size()));
+  if (counter.size() != 4)
+    throw std::invalid_argument("counter must have 4 words, got " + std::to_string(counter.size()));
   if (key.size() != 2) throw std::invalid_argument("key must have 2 words, got " + std::to_string(key.size()));
   const santa::Philox4x32 bits =
       santa::philox4x32({{counter[0], counter[1], counter[2], counter[3]}}, key[0], key[1]);
@@ -57,7 +58,8 @@ std::vector<uint32_t> philox(const std::vector<uint32_t>& counter, const std::ve
 // Plan of a CPU decode step as text and bytes, for people and tests.
 py::dict plan_cpu(int64_t batch, int64_t query_heads, int64_t kv_heads, int64_t rows, int64_t head_dim,
                   int64_t value_dim, const std::string& method) {
-  const santa::DecodeShape shape = {batch, query_heads, kv_heads, rows, head_dim, value_dim, santa::Dtype::kBFloat16};
+  const santa::DecodeShape shape = {
+      batch, query_heads, kv_heads, rows, head_dim, value_dim, santa::Dtype::kBFloat16};
   const santa::CpuPlan plan = santa::plan_cpu(shape, santa::parse_method(method, "plan_cpu"), rows);
   py::dict result;
   result["text"] = plan.to_string();
@@ -73,7 +75,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info,
         "What this binary was built with (version, torch, cuda, cuda_archs, compiler) and the instruction-set "
         "levels of this processor, slowest first (cpu_levels).");
-  m.def("philox4x32", &philox, py::arg("counter"), py::arg("key"), "Philox4x32-10: four words from a counter and a key.");
+  m.def("philox4x32", &philox, py::arg("counter"), py::arg("key"),
+        "Philox4x32-10: four words from a counter and a key.");
   m.def(
       "random64",
       [](int64_t seed, int64_t position, int64_t layer, int64_t head, uint32_t draw) {

@@ -29,7 +29,7 @@ struct DecodeShape {
 // Where row j of sequence b and KV head h lies. A row lives on a page: page_table[b][j / page_rows] when the
 // cache is paged, and page b, holding every row, when it is not. One form serves both.
 struct RowAddress {
-  const void* data;                     // [pages, Hkv, page_rows, D] with any strides but the last
+  const void* data;  // [pages, Hkv, page_rows, D] with any strides but the last
   int64_t page_stride;
   int64_t head_stride;
   int64_t row_stride;
@@ -65,23 +65,23 @@ struct PerSequence {
 // How rows are drawn.
 struct DrawParams {
   Method method;
-  int64_t samples;       // S
+  int64_t samples;  // S
   PerSequence seed;
   PerSequence position;  // null data: the last attended row plus one
   int64_t layer;
-  int64_t head_offset;   // global index of the first query head
+  int64_t head_offset;  // global index of the first query head
 };
 
 struct DecodeParams {
   DecodeShape shape;
-  const void* q;                   // [B, Hq, D]
+  const void* q;  // [B, Hq, D]
   int64_t q_batch_stride;
   int64_t q_head_stride;
-  RowAddress k;                    // [B, Hkv, L, D]
-  RowAddress v;                    // [B, Hkv, L, Dv]
+  RowAddress k;  // [B, Hkv, L, D]
+  RowAddress v;  // [B, Hkv, L, Dv]
   float scale;
-  MaskParams mask;                 // [B, Hq, L]
-  PerSequence seq_lens;            // null data: every sequence has L rows
+  MaskParams mask;       // [B, Hq, L]
+  PerSequence seq_lens;  // null data: every sequence has L rows
   DrawParams draw;
 
   void* out;                       // [B, Hq, Dv], contiguous, of the inputs' dtype

@@ -10,10 +10,10 @@ namespace santa {
 // How the CPU backend lays out its scratch memory for one decode step: byte offsets from one aligned buffer.
 // Pure and printable. The kernels carve the buffer by this plan and by nothing else.
 struct CpuPlan {
-  int64_t rows;            // rows scored: the longest sequence of the batch
-  int64_t chunks;          // of kChunkRows rows each, per sequence
-  int64_t query_stride;    // floats between heads of the fp32 query
-  int64_t value_stride;    // floats between heads of partial outputs
+  int64_t rows;          // rows scored: the longest sequence of the batch
+  int64_t chunks;        // of kChunkRows rows each, per sequence
+  int64_t query_stride;  // floats between heads of the fp32 query
+  int64_t value_stride;  // floats between heads of partial outputs
 
   int64_t query;           // float    [B, Hq, query_stride]
   int64_t chunk_maxima;    // float    [B, Hq, chunks]

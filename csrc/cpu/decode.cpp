@@ -155,8 +155,8 @@ class Step {
       if (dense) buffers.scores.resize(group_ * kChunkRows);
       grid_.for_each(begin, end, [&](int64_t b, int64_t kv, int64_t chunk) {
         const int64_t head = head_index(b, kv, 0);
-        float* scores = dense ? buffers.scores.data()
-                              : piece<float>(plan_.scores) + head * padded_rows() + chunk * kChunkRows;
+        float* scores =
+            dense ? buffers.scores.data() : piece<float>(plan_.scores) + head * padded_rows() + chunk * kChunkRows;
         const int64_t stride = dense ? kChunkRows : padded_rows();
         const AttendedRows& attended =
             scorer.score(b, kv, chunk, extents_[b], piece<float>(plan_.query) + head * plan_.query_stride,
@@ -178,7 +178,8 @@ class Step {
     int64_t offsets[kChunkRows];
   };
 
-  void accumulate_chunk(int64_t b, int64_t kv, int64_t chunk, const AttendedRows& attended, ChunkBuffers* buffers) {
+  void accumulate_chunk(int64_t b, int64_t kv, int64_t chunk, const AttendedRows& attended,
+                        ChunkBuffers* buffers) {
     const int64_t head = head_index(b, kv, 0);
     float* out = piece<float>(plan_.partial_out) + (head * plan_.chunks + chunk) * plan_.value_stride;
     const int64_t out_stride = plan_.chunks * plan_.value_stride;
@@ -342,7 +343,8 @@ class Step {
       if (!stats) continue;
       read.insert(sample.rows.begin(), sample.rows.end());
       std::fill(coefficients.begin(), coefficients.end(), 1.0f / static_cast<float>(params_.draw.samples));
-      write_error(head, gatherer.squared_error(b, kv, sample.rows.data(), n, coefficients.data(), sample.slack.data()));
+      write_error(head,
+                  gatherer.squared_error(b, kv, sample.rows.data(), n, coefficients.data(), sample.slack.data()));
     }
     if (stats) params_.value_rows[group_index] = static_cast<int64_t>(read.size());
   }
@@ -412,8 +414,7 @@ class Step {
   void write_error(int64_t head, double error) {
     const float maximum = piece<float>(plan_.maxima)[head];
     const bool undefined = !is_live(maximum) && maximum != kNegativeInfinity;
-    params_.squared_error[head] =
-        undefined ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(error);
+    params_.squared_error[head] = undefined ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(error);
   }
 
   const DecodeParams& params_;

@@ -68,8 +68,8 @@ void Gatherer::load_row(int64_t b, int64_t kv_head, int64_t row, double factor) 
 
 double Gatherer::squared_error(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n,
                                const float* coefficients, const double* slack) {
-  // A shared sample may hold rows that this head does not attend. They are draws of the design all the same, with a
-  // contribution of zero; their V is not looked at.
+  // A shared sample may hold rows that this head does not attend. They are draws of the design all the same, with
+  // a contribution of zero; their V is not looked at.
   const auto load = [&](int64_t i) {
     if (coefficients[i] != 0.0f) return load_row(b, kv_head, rows[i], coefficients[i]);
     std::fill(row_.begin(), row_.end(), 0.0);

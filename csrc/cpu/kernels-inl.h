@@ -8,7 +8,7 @@
 using F = Isa::F;
 using I = Isa::I;
 
-constexpr int kTileRows = 4;             // rows scored at once: reduce4 turns their sums into one vector
+constexpr int kTileRows = 4;              // rows scored at once: reduce4 turns their sums into one vector
 constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of the reads rows are asked for (measured)
 constexpr int64_t kLineBytes = 64;
 
@@ -107,9 +107,10 @@ void score(const ScoreTile& tile) {
 
 constexpr int64_t kPassRows = 32;  // rows visited by every block of heads before the next rows are read
 
-template <class T, int kHeadsHere, int kColumnsHere>
-inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end,
-                             int64_t head, int64_t column, int64_t partial) {
+// One block of heads by a few vectors of features. kWhole: the vectors lie wholly within the row.
+template <class T, int kHeadsHere, int kColumnsHere, bool kWhole = true>
+inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end, int64_t head,
+                             int64_t column) {
   float* sums = tile.sums + head * tile.sums_stride + column;
   const float* weights = tile.weights + head * tile.weights_stride;
   F sum[kHeadsHere][kColumnsHere];
@@ -122,7 +123,7 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_
     const T* row = values + tile.offsets[i] + column;
     F v[kColumnsHere];
     for (int c = 0; c < kColumnsHere; ++c) {
-      v[c] = partial != 0 ? Isa::load_partial(row, partial) : Isa::load(row + c * Isa::kLanes);
+      v[c] = kWhole ? Isa::load(row + c * Isa::kLanes) : Isa::load_partial(row, tile.value_dim - column);
     }
     for (int h = 0; h < kHeadsHere; ++h) {
       const F weight = Isa::set1(weights[h * tile.weights_stride + i]);
@@ -139,16 +140,16 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_
 template <class T, int kHeadsHere>
 inline void accumulate_columns(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end,
                                int64_t head) {
-  constexpr int64_t kWide = int64_t{Isa::kColumns} * Isa::kLanes;
+  constexpr int64_t kWide = Isa::kColumns * Isa::kLanes;
   int64_t column = 0;
   for (; column + kWide <= tile.value_dim; column += kWide) {
-    accumulate_block<T, kHeadsHere, Isa::kColumns>(tile, values, begin, end, head, column, 0);
+    accumulate_block<T, kHeadsHere, Isa::kColumns>(tile, values, begin, end, head, column);
   }
   for (; column + Isa::kLanes <= tile.value_dim; column += Isa::kLanes) {
-    accumulate_block<T, kHeadsHere, 1>(tile, values, begin, end, head, column, 0);
+    accumulate_block<T, kHeadsHere, 1>(tile, values, begin, end, head, column);
   }
   if (column < tile.value_dim) {
-    accumulate_block<T, kHeadsHere, 1>(tile, values, begin, end, head, column, tile.value_dim - column);
+    accumulate_block<T, kHeadsHere, 1, false>(tile, values, begin, end, head, column);
   }
 }
 

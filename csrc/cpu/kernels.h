@@ -17,16 +17,16 @@ constexpr int64_t pad(int64_t n) { return (n + kPadFloats - 1) / kPadFloats * kP
 
 // scores[h][i] = scale * <q_h, k_i>
 struct ScoreTile {
-  const float* q;          // [heads, q_stride], zero past head_dim
+  const float* q;  // [heads, q_stride], zero past head_dim
   int64_t q_stride;
   int64_t heads;
   const void* keys;
   const int64_t* offsets;  // [listed]: element offset of each row in `keys`
   int64_t rows;
-  int64_t listed;          // at least `rows`; the rest are rows to come, prefetched and not read
+  int64_t listed;  // at least `rows`; the rest are rows to come, prefetched and not read
   int64_t head_dim;
   float scale;
-  float* scores;           // [heads, scores_stride]
+  float* scores;  // [heads, scores_stride]
   int64_t scores_stride;
 };
 
@@ -37,10 +37,10 @@ struct AccumulateTile {
   int64_t rows;
   int64_t listed;
   int64_t value_dim;
-  const float* weights;    // [heads, weights_stride]
+  const float* weights;  // [heads, weights_stride]
   int64_t weights_stride;
   int64_t heads;
-  float* sums;             // [heads, sums_stride]
+  float* sums;  // [heads, sums_stride]
   int64_t sums_stride;
 };
 
@@ -52,8 +52,8 @@ struct IncludeTile {
   int64_t heads;
   int64_t rows;
   float samples;
-  uint32_t* inclusion;      // [rows]
-  uint64_t* block_sums;     // [rows / kBlockRows]
+  uint32_t* inclusion;   // [rows]
+  uint64_t* block_sums;  // [rows / kBlockRows]
 };
 
 struct KernelTable {

@@ -15,7 +15,7 @@ namespace avx2 {
 namespace {
 
 struct Isa {
-  static constexpr int kLanes = 8;
+  static constexpr int64_t kLanes = 8;
   static constexpr int kHeads = 2;
   static constexpr int kColumns = 4;
   using F = __m256;

@@ -21,7 +21,7 @@ namespace avx512 {
 namespace {
 
 struct Isa {
-  static constexpr int kLanes = 16;
+  static constexpr int64_t kLanes = 16;
   static constexpr int kHeads = 4;
   static constexpr int kColumns = 4;
   using F = __m512;

@@ -9,7 +9,7 @@ namespace generic {
 namespace {
 
 struct Isa {
-  static constexpr int kLanes = 4;
+  static constexpr int64_t kLanes = 4;
   static constexpr int kHeads = 2;
   static constexpr int kColumns = 4;
   typedef float F __attribute__((vector_size(16)));

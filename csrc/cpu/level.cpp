@@ -15,9 +15,8 @@ bool supported(Level level) {
     case Level::kAvx2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     case Level::kAvx512:
-      return supported(Level::kAvx2) && __builtin_cpu_supports("avx512f") &&
-             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-             __builtin_cpu_supports("avx512vl");
+      return supported(Level::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   }
   return false;
 #else
@@ -63,8 +62,8 @@ Level parse_level(std::string_view name, const std::string& source) {
     throw std::invalid_argument(source + ": this processor does not support the level '" + std::string(name) +
                                 "'; it supports " + join(supported_levels()));
   }
-  throw std::invalid_argument(source + ": unknown level '" + std::string(name) +
-                              "'; the levels are " + join({std::begin(kAllLevels), std::end(kAllLevels)}));
+  throw std::invalid_argument(source + ": unknown level '" + std::string(name) + "'; the levels are " +
+                              join({std::begin(kAllLevels), std::end(kAllLevels)}));
 }
 
 }  // namespace santa::cpu

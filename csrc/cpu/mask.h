@@ -73,9 +73,7 @@ class Mask {
  private:
   // The lowest finite number of the mask's type means "not attended", as -inf does. Masks made in bfloat16 and
   // then widened carry bfloat16's lowest, which in float32 is a little above float32's own.
-  float lowest() const {
-    return params_.kind == MaskParams::Kind::kFloat16 ? -65504.0f : from_bits(0xFF7F0000u);
-  }
+  float lowest() const { return params_.kind == MaskParams::Kind::kFloat16 ? -65504.0f : from_bits(0xFF7F0000u); }
 
   MaskParams params_;
 };

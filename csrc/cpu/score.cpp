@@ -60,17 +60,18 @@ const AttendedRows& Scorer::score(int64_t b, int64_t kv_head, int64_t chunk, int
   }
   const int64_t group = params_.shape.group_size();
   if (attended.count != 0) {
-    kernels_.score[static_cast<int>(params_.shape.dtype)]({.q = query,
-                                                           .q_stride = query_stride,
-                                                           .heads = group,
-                                                           .keys = params_.k.data,
-                                                           .offsets = offsets_.data(),
-                                                           .rows = attended.count,
-                                                           .listed = listed,
-                                                           .head_dim = params_.shape.head_dim,
-                                                           .scale = params_.scale,
-                                                           .scores = attended.all ? scores : packed_.data(),
-                                                           .scores_stride = attended.all ? scores_stride : kChunkRows});
+    kernels_.score[static_cast<int>(params_.shape.dtype)](
+        {.q = query,
+         .q_stride = query_stride,
+         .heads = group,
+         .keys = params_.k.data,
+         .offsets = offsets_.data(),
+         .rows = attended.count,
+         .listed = listed,
+         .head_dim = params_.shape.head_dim,
+         .scale = params_.scale,
+         .scores = attended.all ? scores : packed_.data(),
+         .scores_stride = attended.all ? scores_stride : kChunkRows});
   }
   if (!attended.all) {
     spread(b, kv_head, scores, scores_stride);

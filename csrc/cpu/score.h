@@ -10,11 +10,11 @@ namespace santa::cpu {
 
 // The rows of one chunk that some head of a group attends. Only they are loaded, from K and from V.
 struct AttendedRows {
-  int64_t begin;                   // first row of the chunk
-  int64_t rows;                    // rows of the chunk within the sequence
-  int64_t count;                   // attended ones
-  bool all;                        // every head attends every row, nothing is added to its scores
-  int16_t local[kChunkRows];       // [count]: row minus `begin`, ascending
+  int64_t begin;              // first row of the chunk
+  int64_t rows;               // rows of the chunk within the sequence
+  int64_t count;              // attended ones
+  bool all;                   // every head attends every row, nothing is added to its scores
+  int16_t local[kChunkRows];  // [count]: row minus `begin`, ascending
 };
 
 // What a thread needs to score chunks of one group after another.

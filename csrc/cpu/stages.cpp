@@ -87,7 +87,8 @@ struct OwnedDensity {
   void sum(const KernelTable& kernels) {
     constexpr int64_t kBlocks = kChunkRows / kBlockRows;
     for (size_t c = 0; c < chunk_sums.size(); ++c) {
-      chunk_sums[c] = kernels.sum_blocks(values.data() + c * kChunkRows, kChunkRows, block_sums.data() + c * kBlocks);
+      chunk_sums[c] =
+          kernels.sum_blocks(values.data() + c * kChunkRows, kChunkRows, block_sums.data() + c * kBlocks);
     }
   }
 
@@ -97,8 +98,8 @@ struct OwnedDensity {
 };
 
 // Inclusion probabilities of one group from its heads' weights [G, rows].
-void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t samples, const KernelTable& kernels,
-                  OwnedDensity* density) {
+void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t samples,
+                  const KernelTable& kernels, OwnedDensity* density) {
   std::vector<uint32_t> padded(group * density->values.size(), 0);
   std::vector<float> reciprocal(group);
   const int64_t stride = static_cast<int64_t>(density->values.size());
@@ -109,14 +110,15 @@ void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t 
     reciprocal[g] = reciprocal_total(total);
   }
   for (size_t c = 0; c < density->chunk_sums.size(); ++c) {
-    density->chunk_sums[c] = kernels.include({.weights = padded.data() + c * kChunkRows,
-                                              .weights_stride = stride,
-                                              .reciprocal = reciprocal.data(),
-                                              .heads = group,
-                                              .rows = kChunkRows,
-                                              .samples = static_cast<float>(samples),
-                                              .inclusion = density->values.data() + c * kChunkRows,
-                                              .block_sums = density->block_sums.data() + c * (kChunkRows / kBlockRows)});
+    density->chunk_sums[c] =
+        kernels.include({.weights = padded.data() + c * kChunkRows,
+                         .weights_stride = stride,
+                         .reciprocal = reciprocal.data(),
+                         .heads = group,
+                         .rows = kChunkRows,
+                         .samples = static_cast<float>(samples),
+                         .inclusion = density->values.data() + c * kChunkRows,
+                         .block_sums = density->block_sums.data() + c * (kChunkRows / kBlockRows)});
   }
 }
 
@@ -129,8 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
   const int64_t heads = weights_in.size(1);
   const int64_t rows = weights_in.size(2);
   if (kv_heads < 1 || heads % kv_heads != 0) {
-    fail(op, "kv_heads must be at least 1 and divide the query heads of weights ", shape_text(weights_in), ", got ",
-         kv_heads);
+    fail(op, "kv_heads must be at least 1 and divide the query heads of weights ", shape_text(weights_in),
+         ", got ", kv_heads);
   }
   const DrawParams params =
       check_draw(op, method, samples, seed, position, layer, head_offset, batch, heads, weights_in);
@@ -139,7 +141,8 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
   const int32_t* from = weights.const_data_ptr<int32_t>();
   const int32_t* end = from + weights.numel();
   // The upper bound keeps every sum and product of the exact draws within 64 bits.
-  const auto bad = std::find_if(from, end, [](int32_t w) { return w < 0 || w > static_cast<int32_t>(kWeightOne); });
+  const auto bad =
+      std::find_if(from, end, [](int32_t w) { return w < 0 || w > static_cast<int32_t>(kWeightOne); });
   if (bad != end) fail(op, "weights must lie between 0 and 2^30, got ", *bad, " at flat index ", bad - from);
 
   const bool shared = params.method == Method::kShared;
@@ -177,7 +180,8 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
   return {out_rows, out_counts, num_rows};
 }
 
-Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Tensor& num_rows_in, const Tensor& v) {
+Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Tensor& num_rows_in,
+                 const Tensor& v) {
   const std::string op = "santa::gather";
   check_tensor(op, "rows", rows_in, 3, ScalarType::Long, "int64 [B, Hq or Hkv, capacity]");
   check_tensor(op, "coefficients", coefficients_in, 3, ScalarType::Float, "float32 [B, Hq, capacity]");
@@ -220,8 +224,8 @@ Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Ten
     Gatherer gatherer(values.address, values.shape.value_dim, values.shape.dtype, active_kernels());
     for (int64_t at = begin; at < end; ++at) {
       const int64_t first_head = at * heads_per_list;
-      const double* sums = gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity, num[at],
-                                           coefficient + first_head * capacity, capacity, heads_per_list);
+      const double* sums = gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity,
+                                           num[at], coefficient + first_head * capacity, capacity, heads_per_list);
       for (int64_t h = 0; h < heads_per_list; ++h) {
         std::copy_n(sums + h * gatherer.value_stride(), values.shape.value_dim,
                     to + (first_head + h) * values.shape.value_dim);

@@ -11,8 +11,7 @@ namespace santa::cpu {
 
 // Runs f(begin, end) over [0, n), possibly cut among threads in pieces of at least `grain`. The pipeline takes it
 // as an argument, so that nothing below the operators knows torch.
-using ParallelFor =
-    std::function<void(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f)>;
+using ParallelFor = std::function<void(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f)>;
 
 // The chunks of a ragged batch as one flat range, so that a long sequence and a short one load threads alike.
 // In the order (sequence, KV head, chunk): a thread reads one KV head's rows as one sequential stream.

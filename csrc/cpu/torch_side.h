@@ -16,7 +16,7 @@ inline void torch_parallel_for(int64_t n, int64_t grain, const std::function<voi
 }
 
 inline torch::stable::Tensor empty(const torch::stable::Tensor& like, std::initializer_list<int64_t> sizes,
-                                    torch::headeronly::ScalarType dtype) {
+                                   torch::headeronly::ScalarType dtype) {
   return torch::stable::new_empty(like, sizes, dtype);
 }
 

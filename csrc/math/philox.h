@@ -21,10 +21,8 @@ SANTA_HD Philox4x32 philox4x32(Philox4x32 counter, uint32_t key0, uint32_t key1)
   for (int round = 0; round < kRounds; ++round) {
     const uint64_t product0 = kMultiplier0 * counter.word[0];
     const uint64_t product1 = kMultiplier1 * counter.word[2];
-    counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0,
-                static_cast<uint32_t>(product1),
-                static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1,
-                static_cast<uint32_t>(product0)}};
+    counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0, static_cast<uint32_t>(product1),
+                static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1, static_cast<uint32_t>(product0)}};
     key0 += kWeyl0;
     key1 += kWeyl1;
   }
@@ -47,8 +45,7 @@ SANTA_HD uint64_t random64(const DrawKey& key, uint32_t draw, Stream stream = St
   const Philox4x32 counter = {{static_cast<uint32_t>(key.position), draw,
                                static_cast<uint32_t>(stream) << 24 | static_cast<uint32_t>(key.layer),
                                static_cast<uint32_t>(key.global_head)}};
-  const Philox4x32 bits =
-      philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  const Philox4x32 bits = philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
   return static_cast<uint64_t>(bits.word[1]) << 32 | bits.word[0];
 }
 

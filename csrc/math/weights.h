@@ -20,9 +20,7 @@ SANTA_HD double log_sum_exp(float maximum, uint64_t total) {
 
 // The reciprocal total by which a head's weights become probabilities when rows are sized for the shared
 // sample. 0 leaves the head out.
-SANTA_HD float reciprocal_total(uint64_t total) {
-  return total == 0 ? 0.0f : 1.0f / static_cast<float>(total);
-}
+SANTA_HD float reciprocal_total(uint64_t total) { return total == 0 ? 0.0f : 1.0f / static_cast<float>(total); }
 
 // Horvitz-Thompson coefficient p / pi of a sampled row. In fp64 and rounded once, so that every backend
 // has the same bits.
