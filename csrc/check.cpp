@@ -212,8 +212,8 @@ CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor&
     params.v = address_of(*v);
   }
   const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));
-  if (!std::isfinite(factor)) fail(op, "scale must be finite, got ", factor);
   params.scale = static_cast<float>(factor);
+  if (!std::isfinite(params.scale)) fail(op, "scale must be finite in float32, got ", factor);
   if (mask.has_value()) params.mask = check_mask(op, *mask, params.shape, q);
   if (seq_lens.has_value()) {
     checked.seq_lens = check_seq_lens(op, *seq_lens, params.shape, q);
@@ -249,7 +249,7 @@ DrawParams check_draw(const std::string& op, const std::string& method, int64_t 
     fail(op, "samples must be between 1 and 2^24 = ", kMaxSamples, ", got ", samples);
   }
   if (layer < 0 || layer >= int64_t{1} << 24) fail(op, "layer must be between 0 and 2^24 - 1, got ", layer);
-  if (head_offset < 0 || head_offset + query_heads > int64_t{1} << 32) {
+  if (head_offset < 0 || head_offset > (int64_t{1} << 32) - query_heads) {
     fail(op, "head_offset must be at least 0 and leave head indices below 2^32, got ", head_offset);
   }
   draw.samples = samples;

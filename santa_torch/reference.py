@@ -123,7 +123,8 @@ def inclusion(weights: torch.Tensor, samples: int, kv_heads: int) -> torch.Tenso
     square = torch.zeros(batch, kv_heads, rows)
     for g in range(heads // kv_heads):
         square = square + p[:, :, g] * p[:, :, g]
-    share = torch.clamp(torch.tensor(float(samples)) * square.sqrt(), max=1.0)
+    root = square.double().sqrt().float()  # correctly rounded, which torch's fp32 root is not
+    share = torch.clamp(torch.tensor(float(samples)) * root, max=1.0)
     return (share * ONE).round().long()
 
 
