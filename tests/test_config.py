@@ -1,0 +1,92 @@
+"""SantaConfig: what it accepts, what it refuses, and that it costs no import of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from santa_torch import SantaConfig, config
+
+
+def test_defaults() -> None:
+    settings = SantaConfig()
+    assert (settings.method, settings.samples, settings.seed) == ("shared", 256, 0)
+    assert settings.selects(0)
+    assert settings.selects(31)
+
+
+def test_layers_become_a_sorted_tuple() -> None:
+    settings = SantaConfig(layers=(layer for layer in (5, 1, 5)))
+    assert settings.layers == (1, 5)
+    assert [settings.selects(layer) for layer in (0, 1, 5)] == [False, True, True]
+    assert settings == SantaConfig(layers=[1, 5])
+    assert hash(settings) == hash(SantaConfig(layers=[1, 5]))
+
+
+def test_frozen_and_replaceable() -> None:
+    settings = SantaConfig(samples=8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.samples = 9  # type: ignore[misc]
+    assert dataclasses.replace(settings, seed=3) == SantaConfig(samples=8, seed=3)
+
+
+def test_dense_needs_no_samples() -> None:
+    assert SantaConfig("dense", samples=None).samples is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "topk"}, "method must be one of dense, .*, got 'topk'"),
+        ({"samples": 0}, "samples must be between 1 and .*, got 0"),
+        ({"samples": 2**24 + 1}, "samples must be between 1 and 16777216, got 16777217"),
+        ({"samples": 1.5}, "samples must be an integer, got 1.5"),
+        ({"samples": True}, "samples must be an integer, got True"),
+        ({"samples": None}, "samples must be given for method 'shared', got None"),
+        ({"seed": 2**63}, "seed must be between .*, got 9223372036854775808"),
+        ({"seed": "x"}, "seed must be an integer, got 'x'"),
+        ({"layers": 3}, "layers must be None or an iterable of integers, got 3"),
+        ({"layers": "12"}, "layers must be None or an iterable of integers, got '12'"),
+        ({"layers": [1, -1]}, "layers must be between 0 and .*, got -1"),
+        ({"layers": []}, "layers must name at least one layer"),
+        ({"query_rows": "some"}, "query_rows must be one of decode, all, got 'some'"),
+        ({"dense_below": -1}, "dense_below must be between 0 and .*, got -1"),
+    ],
+)
+def test_wrong_values_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SantaConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"dense_below": 512},
+        {"query_rows": "all"},
+        {"sketch_bits": 4},
+        {"planes": True},
+        {"bernoulli": 4},
+    ],
+)
+def test_later_arguments_are_refused_by_name(later: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"{next(iter(later))}="):
+        SantaConfig(**later)
+
+
+def test_largest_samples_are_the_operators() -> None:
+    from santa_torch import _load
+
+    assert config.MAX_SAMPLES == _load.C.MAX_SAMPLES
+
+
+def test_needs_no_torch() -> None:
+    script = (
+        "import runpy, sys; runpy.run_path(sys.argv[1]); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(Path(config.__file__))], check=True)

