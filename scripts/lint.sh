@@ -2,7 +2,8 @@
 # ruff, mypy, clang-format and clang-tidy. --long lets clang-tidy read the torch-side files too.
 here=$(dirname "${BASH_SOURCE[0]}")
 source "$here/environment.sh"
-bash "$here/setup.sh" lint
+# With the tests' packages there too, since mypy reads the types of what is installed.
+bash "$here/setup.sh" test lint
 cd "$root"
 tools=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 

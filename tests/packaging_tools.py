@@ -36,6 +36,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",  # pip cuts its progress bars anywhere
     )
     if check and done.returncode:
         raise AssertionError(f"{command} exited {done.returncode}:\n{done.stdout[-8000:]}")

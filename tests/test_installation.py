@@ -80,7 +80,7 @@ def test_rule47_install_from_the_sdist(plain: Path, checkout: Path, tmp_path: Pa
 
 
 def test_rule47_no_torch_at_build_time(tmp_path: Path, checkout: Path) -> None:
-    empty = make_venv(tmp_path / "venv", "setuptools", "ninja", "pybind11")
+    empty = make_venv(tmp_path / "venv", "setuptools>=77", "ninja", "pybind11")
     command = (empty, "-m", "pip", "install", "--no-deps", "--no-build-isolation", checkout)
     done = run(*command, check=False)
     assert done.returncode != 0
