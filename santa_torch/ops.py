@@ -6,6 +6,7 @@ them too. What is done here is what a graph must not contain: Python numbers bec
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +158,7 @@ def decode(
         if method != "dense":
             raise ValueError(f"decode: samples must be given for method {method!r}, got None")
         samples = 1
-    _require_kernels(q)
+    _require_kernels(q=q, k=k, v=v)
     out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
         q,
         k,
@@ -211,7 +212,7 @@ def score(
         float32 ``[B, Hq]``: the largest score; -inf where nothing is attended, NaN where a score is
         NaN.
     """
-    _require_kernels(q)
+    _require_kernels(q=q, k=k)
     scores, maxima = torch.ops.santa.score(q, k, scale=scale, mask=mask, seq_lens=seq_lens)
     return inference_only(scores, q, k), inference_only(maxima, q, k)
 
@@ -232,7 +233,7 @@ def weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
         int32 ``[B, Hq, L]``: ``rint(2^30 exp(score - maximum))``; all 0 for a head whose maximum is
         not finite.
     """
-    _require_kernels(scores)
+    _require_kernels(scores=scores, maxima=maxima)
     weights: torch.Tensor = torch.ops.santa.weigh(scores.detach(), maxima.detach())
     return weights
 
@@ -269,7 +270,7 @@ def draw(
     num_rows : Tensor
         int32 ``[B, H]``: how many of the C places are in use.
     """
-    _require_kernels(weights)
+    _require_kernels(weights=weights)
     rows, counts, num_rows = torch.ops.santa.draw(
         weights,
         samples=samples,
@@ -305,20 +306,22 @@ def gather(
         float32 ``[B, Hq, Dv]``: ``sum_i coefficients[h, i] v[rows[i]]``, in fp32 within a chunk of
         256 rows and in fp64 between chunks.
     """
-    _require_kernels(v)
+    _require_kernels(rows=rows, coefficients=coefficients, num_rows=num_rows, v=v)
     out: torch.Tensor = torch.ops.santa.gather(rows, coefficients, num_rows, v)
     return inference_only(out, coefficients, v)
 
 
 def _as_tensor(name: str, value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An int64 tensor ``[1]`` from a Python integer; a tensor as it is (the operator checks it)."""
+    """An int64 tensor ``[1]`` from an integer; a tensor as it is (the operator checks it)."""
     if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an int or an int64 tensor, got {value!r}")
-    if not _INT64_MIN <= value <= _INT64_MAX:
-        raise ValueError(f"{name} must fit in 64 signed bits, got {value}")
-    return torch.full((1,), value, dtype=torch.int64, device=device)
+        return value.reshape(1) if value.ndim == 0 else value
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an int or an int64 tensor, got {value!r}") from None
+    if not _INT64_MIN <= number <= _INT64_MAX:
+        raise ValueError(f"{name} must fit in 64 signed bits, got {number}")
+    return torch.full((1,), number, dtype=torch.int64, device=device)
 
 
 def _refuse_later_arguments(**arguments: Any) -> None:
@@ -329,12 +332,13 @@ def _refuse_later_arguments(**arguments: Any) -> None:
             )
 
 
-def _require_kernels(tensor: Any) -> None:
-    """Say which devices there are kernels for, where the dispatcher would print a page."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(
-            f"santa_torch has no kernels for device {str(tensor.device)!r} in this build, only for "
-            "'cpu': move q, k and v there with .cpu()"
-        )
+def _require_kernels(**tensors: Any) -> None:
+    """Tensors on a device with kernels; the dispatcher would print a page where there are none."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device.type not in ("cpu", "meta"):
+            raise NotImplementedError(
+                f"{name}: santa_torch has no kernels for device {str(tensor.device)!r} in this "
+                "build, only for 'cpu'"
+            )
