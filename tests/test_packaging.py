@@ -234,6 +234,16 @@ def test_rule46_no_upper_pins(root: Path) -> None:
     assert required[1] == f'["torch>={minimum}"]'
 
 
+def test_requirement_files_and_extras_agree(root: Path) -> None:
+    project = (root / "pyproject.toml").read_text()
+    extras = dict(re.findall(r"^(hf|demo|test|dev) = \[(.*)\]$", project, re.MULTILINE))
+    for files, names in (("demo", "hf demo"), ("demo test", "hf demo test")):
+        lines = [(root / f"requirements/{name}.txt").read_text() for name in files.split()]
+        wanted = {line for line in "\n".join(lines).splitlines() if line[:1] not in "-#"}
+        listed = {w for name in names.split() for w in re.findall(r'"([^"]+)"', extras[name])}
+        assert wanted == {line for line in listed if not line.startswith("santa-torch")}
+
+
 def test_rule48_no_machine_flags(root: Path) -> None:
     library = ninja_file.Library(Path("out.so"), [Path("a.cpp")], build_ext.CXX)
     text = ninja_file.render([library], Path("build"), "g++", "nvcc")
