@@ -58,7 +58,7 @@ void accumulate_used(const KernelTable& kernels, Dtype dtype, const AccumulateTi
       weights.push_back(tile.weights[h * tile.weights_stride + i]);
     }
     if (static_cast<int64_t>(offsets.size()) == tile.rows) continue;
-    for (int64_t d = 0; d < tile.sums_stride; ++d) sums[d] = 0.0f;
+    for (int64_t d = 0; d < pad(tile.value_dim); ++d) sums[d] = 0.0f;
     AccumulateTile again = tile;
     again.offsets = offsets.data();
     again.rows = again.listed = static_cast<int64_t>(offsets.size());
