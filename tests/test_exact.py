@@ -14,6 +14,12 @@ from santa_torch import reference
 ONE = 2**30
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Small tensors gain nothing from threads, and lose much where the machine is busy."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     OPS.set_cpu_level(request.param)

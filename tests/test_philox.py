@@ -1,4 +1,4 @@
-"""Random numbers and thresholds: one arithmetic in Python and in C++, bound to published vectors."""
+"""Random numbers and thresholds: one arithmetic in Python and C++, bound to published vectors."""
 
 from __future__ import annotations
 
