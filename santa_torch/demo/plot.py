@@ -29,7 +29,7 @@ def plot(results: dict[str, Any], path: Path) -> bool:
     for row, colour in list(zip(rows, _COLOURS, strict=False))[1:]:
         for dtype, style in zip(row["tvd_steps"], ("-", ":"), strict=False):
             steps = row["tvd_steps"][dtype]
-            label = f"{row['label'].split(',')[0].removeprefix('santa_torch ')}, {dtype}"
+            label = f"{row['label'].split(',')[0].removeprefix('santa ')}, {dtype}"
             right.plot(range(1, len(steps) + 1), steps, style, color=colour, label=label)
     right.set_yscale("log")
     right.set_title("next-token total variation distance", fontsize=10)

@@ -64,11 +64,11 @@ def _make_directory(options: Options) -> None:
 def _contenders(options: Options) -> list[Contender]:
     contenders = [
         Contender("sdpa", "HF SDPA, DynamicCache", None),
-        Contender("dense", "santa_torch dense, SantaCache", SantaConfig("dense")),
+        Contender("dense", "santa dense, SantaCache", SantaConfig("dense")),
     ]
     if options.method != "dense":
         config = SantaConfig(options.method, options.samples, seed=options.seed)
-        label = f"santa_torch {options.method} S={options.samples}, SantaCache"
+        label = f"santa {options.method} S={options.samples}, SantaCache"
         contenders.append(Contender("santa", label, config))
     return contenders
 

@@ -21,6 +21,7 @@ import torch
 @dataclass
 class _Hold:
     implementation: str | None  # before the first model switched it
+    forget: weakref.finalize[..., Any]  # drops these notes with the configuration
     owners: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 
 
@@ -32,20 +33,21 @@ def set_implementation(config: Any, implementation: str | None) -> None:
     config._attn_implementation = {"": implementation}
 
 
-def acquire(config: Any, owner: torch.nn.Module) -> None:
-    """Note that ``owner`` is about to switch ``config``."""
+def acquire(config: Any, owner: torch.nn.Module) -> str | None:
+    """Note that ``owner`` is about to switch ``config``; returns what to go back to."""
     hold = _HOLDS.get(id(config))
     if hold is None:
-        hold = _HOLDS[id(config)] = _Hold(config._attn_implementation)
-        weakref.finalize(config, _HOLDS.pop, id(config), None)
+        forget = weakref.finalize(config, _HOLDS.pop, id(config), None)
+        hold = _HOLDS[id(config)] = _Hold(config._attn_implementation, forget)
     hold.owners.add(owner)
+    return hold.implementation
 
 
 def release(config: Any, owner: torch.nn.Module, implementation: str | None) -> None:
     """Put ``config`` back once its last owner leaves.
 
-    ``implementation`` is what the owner found; it counts where the notes do not know ``config``,
-    which is a copy of a switched one (``copy.deepcopy`` of an enabled model).
+    ``implementation`` is what ``acquire`` returned; it counts where the notes do not know
+    ``config``, which is a copy of a switched one (``copy.deepcopy`` of an enabled model).
     """
     hold = _HOLDS.get(id(config))
     if hold is None:
@@ -54,6 +56,7 @@ def release(config: Any, owner: torch.nn.Module, implementation: str | None) -> 
     hold.owners.discard(owner)
     if not hold.owners:
         set_implementation(config, hold.implementation)
+        hold.forget.detach()
         del _HOLDS[id(config)]
 
 

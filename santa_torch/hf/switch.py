@@ -75,12 +75,8 @@ def enable(
     modules = _attention_modules(model, text_config)
     _check_supported(model, text_config, modules, config)
 
-    switch: _Switch | None = model.__dict__.get(_SWITCH)
-    if switch is None:
-        switch = _Switch(config, shared_rows, text_config, text_config._attn_implementation)
-    _switch_implementation(model, switch)
-    switch.config, switch.shared_rows = config, shared_rows
-    model.__dict__[_SWITCH] = switch
+    implementation = _switch_implementation(model, text_config)
+    model.__dict__[_SWITCH] = _Switch(config, shared_rows, text_config, implementation)
     rank = _tensor_parallel_rank(model)
     for module in modules:
         _bind(module, config, shared_rows, rank)
@@ -182,20 +178,19 @@ def _check_supported(
         raise ValueError(f"layers: {name} has layers {known[0]} to {known[-1]}, got {unknown}")
 
 
-def _switch_implementation(model: PreTrainedModel, switch: _Switch) -> None:
-    """Set ``"santa"`` on the text configuration, read it back, touch nothing else."""
+def _switch_implementation(model: PreTrainedModel, text_config: Any) -> str | None:
+    """Set ``"santa"`` on the text configuration and on nothing else; returns what was there."""
     register()
-    text_config = switch.text_config
     others = [
         (config, config._attn_implementation)
         for config in _configurations(model)
         if config is not text_config
     ]
-    holds.acquire(text_config, model)
+    before = holds.acquire(text_config, model)
     try:
         model.set_attn_implementation(_request(model, text_config))
     except Exception:
-        holds.release(text_config, model, switch.implementation)
+        holds.release(text_config, model, before)
         raise
     finally:
         for config, implementation in others:
@@ -205,11 +200,12 @@ def _switch_implementation(model: PreTrainedModel, switch: _Switch) -> None:
     # sub-configurations, so what it did is checked rather than trusted.
     found = text_config._attn_implementation
     if found != NAME:
-        holds.release(text_config, model, switch.implementation)
+        holds.release(text_config, model, before)
         raise ValueError(
             f"model: {type(model).__name__} does not take its attention from transformers' "
             f'AttentionInterface: asked for "{NAME}", its configuration says {found!r}'
         )
+    return before
 
 
 def _request(model: PreTrainedModel, text_config: Any) -> str | dict[str, str]:
