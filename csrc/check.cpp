@@ -13,6 +13,7 @@ namespace {
 using torch::headeronly::ScalarType;
 
 void check_dim(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, const char* layout) {
+  check_given(op, name, tensor);
   if (tensor.dim() != dim) fail(op, name, " must have shape ", layout, ", got ", shape_text(tensor));
 }
 
@@ -25,6 +26,7 @@ void check_last_stride(const std::string& op, const char* name, const Tensor& te
 }
 
 void check_device(const std::string& op, const char* name, const Tensor& tensor, const Tensor& q) {
+  check_given(op, name, tensor);
   if (tensor.device() != q.device()) {
     const auto text = [](const Tensor& t) {
       return t.is_cpu()    ? std::string("cpu")
@@ -36,6 +38,7 @@ void check_device(const std::string& op, const char* name, const Tensor& tensor,
 }
 
 Dtype check_dtype(const std::string& op, const char* name, const Tensor& tensor) {
+  check_given(op, name, tensor);
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
       return Dtype::kFloat32;
@@ -135,6 +138,10 @@ PerSequence check_per_sequence(const std::string& op, const char* name, const Te
 }
 
 }  // namespace
+
+void check_given(const std::string& op, const char* name, const Tensor& tensor) {
+  if (!tensor.defined()) fail(op, name, " must be a tensor, got None");
+}
 
 std::string shape_text(const Tensor& tensor) {
   std::string text = "[";

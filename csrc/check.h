@@ -39,6 +39,9 @@ struct CheckedValues {
 };
 CheckedValues check_values(const std::string& op, const Tensor& v, int64_t batch, int64_t query_heads);
 
+// A tensor at all: the dispatcher lets None pass for one.
+void check_given(const std::string& op, const char* name, const Tensor& tensor);
+
 // "[2, 3, 64]"
 std::string shape_text(const Tensor& tensor);
 // "float32", "int64", ...

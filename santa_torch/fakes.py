@@ -1,6 +1,8 @@
 """Shapes and dtypes of the operators' outputs, for torch.compile and torch.export.
 
-The operators themselves check their arguments; a fake only answers what comes out.
+The operators themselves check their arguments; a fake only answers what comes out. Devices are the
+exception: with one argument on "meta" and the rest elsewhere the dispatcher asks nobody but the
+fake, whose output would then pass for a result.
 """
 
 from __future__ import annotations
@@ -8,6 +10,17 @@ from __future__ import annotations
 import torch
 
 from santa_torch import _load
+
+
+def _on_one_device(op: str, **tensors: torch.Tensor | None) -> None:
+    (first, like), *rest = tensors.items()
+    assert like is not None
+    for name, tensor in rest:
+        if tensor is not None and tensor.device != like.device:
+            raise ValueError(
+                f"santa::{op}: {name} must be on the device of {first} ({like.device}), got "
+                f"{tensor.device}"
+            )
 
 
 def _smaller(rows: int, capacity: int) -> int:
@@ -31,6 +44,9 @@ def _decode(
     head_offset: int = 0,
     return_stats: bool = False,
 ) -> tuple[torch.Tensor, ...]:
+    _on_one_device(
+        "decode", q=q, k=k, v=v, mask=mask, seq_lens=seq_lens, seed=seed, position=position
+    )
     batch, heads = q.shape[0], q.shape[1]
     kept = batch if return_stats else 0
     return (
@@ -51,6 +67,7 @@ def _score(
     mask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _on_one_device("score", q=q, k=k, mask=mask, seq_lens=seq_lens)
     batch, heads = q.shape[0], q.shape[1]
     return (
         q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32),
@@ -60,6 +77,7 @@ def _score(
 
 @torch.library.register_fake("santa::weigh")
 def _weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    _on_one_device("weigh", scores=scores, maxima=maxima)
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
@@ -75,6 +93,7 @@ def _draw(
     layer: int = 0,
     head_offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _on_one_device("draw", weights=weights, seed=seed, position=position)
     batch, heads, rows = weights.shape
     shared = method == "shared"
     draw_heads = kv_heads if shared else heads
@@ -90,5 +109,6 @@ def _draw(
 def _gather(
     rows: torch.Tensor, coefficients: torch.Tensor, num_rows: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
+    _on_one_device("gather", coefficients=coefficients, rows=rows, num_rows=num_rows, v=v)
     batch, heads, _ = coefficients.shape
     return coefficients.new_empty((batch, heads, v.shape[3]))

@@ -22,6 +22,7 @@ using torch::headeronly::ScalarType;
 
 void check_tensor(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, ScalarType dtype,
                   const char* layout) {
+  check_given(op, name, tensor);
   if (tensor.dim() != dim || tensor.scalar_type() != dtype || !tensor.is_cpu()) {
     fail(op, name, " must be ", layout, " on the CPU, got ", dtype_text(tensor), " ", shape_text(tensor));
   }
