@@ -1,0 +1,360 @@
+// The torch-free half of the CPU backend under AddressSanitizer and UndefinedBehaviorSanitizer.
+//
+// K, V, masks and outputs are heap blocks of exactly the size that the shape gives, so that one element read or
+// written past the last row is caught, at every level, dtype and tail. Results are compared with a plain loop in
+// double. Prints "ok" and the number of steps; the first failure ends the program with 1.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/convert.h"
+#include "cpu/decode.h"
+#include "cpu/draw.h"
+#include "cpu/gather.h"
+#include "cpu/kernels.h"
+#include "cpu/level.h"
+#include "math/draws.h"
+#include "math/philox.h"
+#include "math/softmax.h"
+#include "math/weights.h"
+#include "planner.h"
+
+namespace {
+
+using namespace santa;
+using namespace santa::cpu;
+
+int64_t steps = 0;
+
+#define CHECK(condition, ...)                                      \
+  do {                                                             \
+    if (!(condition)) {                                            \
+      std::fprintf(stderr, "line %d: %s: ", __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                           \
+      std::fprintf(stderr, "\n");                                  \
+      std::exit(1);                                                \
+    }                                                              \
+  } while (false)
+
+// A heap block of exactly n elements: unlike a vector it has no capacity to spare.
+template <class T>
+struct Block {
+  explicit Block(int64_t n) : size(n), data(new T[n]) {}
+  T& operator[](int64_t i) { return data[i]; }
+  int64_t size;
+  std::unique_ptr<T[]> data;
+};
+
+std::mt19937 engine(7);
+float normal() {
+  static std::normal_distribution<float> distribution;
+  return distribution(engine);
+}
+
+template <class T>
+float rounded(float x, T* to) {
+  store_as(x, to);
+  return to_float(*to);
+}
+
+template <class T>
+constexpr Dtype dtype_of() {
+  if constexpr (std::is_same_v<T, float>) return Dtype::kFloat32;
+  if constexpr (std::is_same_v<T, Half>) return Dtype::kFloat16;
+  return Dtype::kBFloat16;
+}
+
+void serial(int64_t n, int64_t, const std::function<void(int64_t, int64_t)>& f) {
+  if (n > 0) f(0, n);
+}
+
+// As many pieces as there are tasks, last one first: the order must not matter.
+void backwards(int64_t n, int64_t, const std::function<void(int64_t, int64_t)>& f) {
+  for (int64_t i = n; i > 0; --i) f(i - 1, i);
+}
+
+struct Sizes {
+  int64_t batch, kv_heads, group, rows, dim, value_dim;
+  bool mask, poison, lengths;
+};
+
+template <class T>
+struct Problem {
+  explicit Problem(const Sizes& sizes)
+      : s(sizes),
+        heads(s.kv_heads * s.group),
+        q(s.batch * heads * s.dim),
+        k(s.batch * s.kv_heads * s.rows * s.dim),
+        v(s.batch * s.kv_heads * s.rows * s.value_dim),
+        mask(s.mask ? s.batch * heads * s.rows : 0),
+        lengths(s.batch) {
+    for (int64_t i = 0; i < q.size; ++i) rounded(2.0f * normal(), &q[i]);
+    for (int64_t i = 0; i < k.size; ++i) rounded(normal(), &k[i]);
+    for (int64_t i = 0; i < v.size; ++i) rounded(normal(), &v[i]);
+    for (int64_t i = 0; i < mask.size; ++i) mask[i] = engine() % 3 != 0;
+    for (int64_t b = 0; b < s.batch; ++b)
+      lengths[b] = s.lengths ? static_cast<int64_t>(engine() % (s.rows + 1)) : s.rows;
+    if (s.poison) poison();
+  }
+
+  bool attends(int64_t b, int64_t h, int64_t j) {
+    return j < lengths[b] && (!s.mask || mask[(b * heads + h) * s.rows + j] != 0);
+  }
+
+  // Row 0 of V is NaN and head 0 of each group does not attend it; rows past the length are NaN altogether.
+  void poison() {
+    for (int64_t b = 0; b < s.batch; ++b) {
+      for (int64_t kv = 0; kv < s.kv_heads; ++kv) {
+        for (int64_t j = 0; j < s.rows; ++j) {
+          const bool past = j >= lengths[b];
+          const int64_t row = (b * s.kv_heads + kv) * s.rows + j;
+          for (int64_t d = 0; past && d < s.dim; ++d) rounded(std::nanf(""), &k[row * s.dim + d]);
+          for (int64_t d = 0; (past || j == 0) && d < s.value_dim; ++d)
+            rounded(std::nanf(""), &v[row * s.value_dim + d]);
+        }
+        if (s.mask && s.rows > 0) mask[(b * heads + kv * s.group) * s.rows] = 0;
+      }
+    }
+  }
+
+  // One step; with every output in a block of its own, filled with NaN before.
+  struct Result {
+    Block<T> out;
+    Block<float> lse;
+    Block<int64_t> key_rows, value_rows;
+    Block<float> error;
+  };
+  Result run(Method method, int64_t samples, const ParallelFor& parallel_for, bool stats) {
+    Result r{Block<T>(s.batch * heads * s.value_dim), Block<float>(s.batch * heads),
+             Block<int64_t>(s.batch * s.kv_heads), Block<int64_t>(s.batch * s.kv_heads),
+             Block<float>(s.batch * heads)};
+    for (int64_t i = 0; i < r.out.size; ++i) rounded(12345.0f, &r.out[i]);
+    for (int64_t i = 0; i < r.lse.size; ++i) r.lse[i] = r.error[i] = 12345.0f;
+    const int64_t seed = 11, position = 5;
+    DecodeParams p{};
+    p.shape = {s.batch, heads, s.kv_heads, s.rows, s.dim, s.value_dim, dtype_of<T>()};
+    p.q = q.data.get();
+    p.q_batch_stride = heads * s.dim;
+    p.q_head_stride = s.dim;
+    p.k = {k.data.get(), s.kv_heads * s.rows * s.dim, s.rows * s.dim, s.dim, s.rows};
+    p.v = {v.data.get(), s.kv_heads * s.rows * s.value_dim, s.rows * s.value_dim, s.value_dim, s.rows};
+    p.scale = 1.0f / std::sqrt(static_cast<float>(s.dim));
+    if (s.mask) p.mask = {MaskParams::Kind::kBool, mask.data.get(), heads * s.rows, s.rows, 1};
+    p.seq_lens = {lengths.data.get(), 1};
+    p.draw = {method, samples, {&seed, 0}, {&position, 0}, 3, 0};
+    p.out = r.out.data.get();
+    p.lse = r.lse.data.get();
+    if (stats) {
+      p.key_rows = r.key_rows.data.get();
+      p.value_rows = r.value_rows.data.get();
+      p.squared_error = r.error.data.get();
+    }
+    decode(p, parallel_for);
+    ++steps;
+    return r;
+  }
+
+  void check_dense(Result& r, const char* level) {
+    for (int64_t b = 0; b < s.batch; ++b) {
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t group = b * s.kv_heads + h / s.group;
+        std::vector<double> score(s.rows), out(s.value_dim);
+        double largest = -INFINITY, total = 0;
+        for (int64_t j = 0; j < s.rows; ++j) {
+          if (!attends(b, h, j)) continue;
+          for (int64_t d = 0; d < s.dim; ++d) {
+            score[j] += static_cast<double>(to_float(q[(b * heads + h) * s.dim + d])) *
+                        to_float(k[(group * s.rows + j) * s.dim + d]);
+          }
+          score[j] /= std::sqrt(static_cast<double>(s.dim));
+          largest = std::max(largest, score[j]);
+        }
+        double size = 0;
+        for (int64_t j = 0; j < s.rows; ++j) {
+          if (!attends(b, h, j)) continue;
+          const double weight = std::exp(score[j] - largest);
+          total += weight;
+          for (int64_t d = 0; d < s.value_dim; ++d) {
+            const double value = to_float(v[(group * s.rows + j) * s.value_dim + d]);
+            out[d] += weight * value;
+            size = std::max(size, std::fabs(value));
+          }
+        }
+        const double epsilon = sizeof(T) == 4 ? 2e-5 : dtype_of<T>() == Dtype::kFloat16 ? 1e-3 : 8e-3;
+        for (int64_t d = 0; d < s.value_dim; ++d) {
+          const double expected = total > 0 ? out[d] / total : 0.0;
+          const double got = to_float(r.out[(b * heads + h) * s.value_dim + d]);
+          const bool same =
+              std::isnan(expected) ? std::isnan(got) : std::fabs(got - expected) <= epsilon * (size + 1e-9);
+          CHECK(same, "%s: out[%ld][%ld][%ld] = %g instead of %g; rows %ld, D %ld, Dv %ld", level, long(b),
+                long(h), long(d), got, expected, long(s.rows), long(s.dim), long(s.value_dim));
+        }
+        const double lse = total > 0 ? largest + std::log(total) : -INFINITY;
+        CHECK(lse == r.lse[b * heads + h] || std::fabs(lse - r.lse[b * heads + h]) < 1e-4,
+              "%s: lse %g instead of %g", level, r.lse[b * heads + h], lse);
+      }
+    }
+  }
+
+  Sizes s;
+  int64_t heads;
+  Block<T> q, k, v;
+  Block<uint8_t> mask;
+  Block<int64_t> lengths;
+};
+
+template <class T>
+bool equal(Block<T>& a, Block<T>& b) {
+  return std::memcmp(a.data.get(), b.data.get(), a.size * sizeof(T)) == 0;
+}
+
+constexpr Method kMethods[] = {Method::kDense, Method::kMultinomial, Method::kStratified, Method::kSystematic,
+                               Method::kShared};
+
+template <class T>
+void check_steps(const Sizes& sizes, const char* level) {
+  Problem<T> problem(sizes);
+  for (const Method method : kMethods) {
+    auto first = problem.run(method, 9, serial, true);
+    auto second = problem.run(method, 9, backwards, false);
+    CHECK(equal(first.out, second.out) && equal(first.lse, second.lse), "%s: order of tasks changes the result",
+          level);
+    if (method == Method::kDense) problem.check_dense(first, level);
+    for (int64_t i = 0; i < first.out.size; ++i)
+      CHECK(to_float(first.out[i]) != 12352.0f && to_float(first.out[i]) != 12345.0f, "unwritten");
+  }
+}
+
+template <class T>
+void check_shapes(const char* level) {
+  for (int64_t dim = 1; dim <= 70; ++dim) {
+    for (const int64_t rows : {int64_t{1}, int64_t{3}, 1 + dim % 19}) {
+      check_steps<T>({1, 1, 1 + dim % 6, rows, dim, 71 - dim, dim % 3 == 0, false, false}, level);
+    }
+  }
+  for (const int64_t dim : {96, 100, 128, 200, 256, 257, 320})
+    check_steps<T>({2, 1, 3, 21, dim, dim, false, false, true}, level);
+  for (const int64_t rows : {0, 1, 15, 16, 17, 31, 33, 255, 256, 257, 511, 513, 770}) {
+    check_steps<T>({2, 2, 3, rows, 9, 5, false, true, true}, level);
+    check_steps<T>({2, 2, 5, rows, 16, 24, true, true, false}, level);
+    check_steps<T>({1, 1, 2, rows, 8, 17, true, true, true}, level);
+  }
+  check_steps<T>({1, 2, 71, 40, 8, 8, true, false, false}, level);
+}
+
+// The kernels alone, on arrays of exactly the padded size that kernels.h promises them.
+template <class T>
+void check_tiles(const KernelTable& kernels) {
+  const int dtype = static_cast<int>(dtype_of<T>());
+  for (int64_t heads = 1; heads <= 9; ++heads) {
+    for (int64_t rows = 1; rows <= 9; ++rows) {
+      for (const int64_t dim : {1, 7, 8, 15, 16, 17, 40}) {
+        Block<float> q(heads * pad(dim)), scores(heads * pad(rows)), weights(heads * rows), sums(heads * pad(dim));
+        Block<T> x(rows * dim);
+        Block<int64_t> offsets(rows);
+        for (int64_t i = 0; i < q.size; ++i) q[i] = i % pad(dim) < dim ? normal() : 0.0f;
+        for (int64_t i = 0; i < x.size; ++i) rounded(normal(), &x[i]);
+        for (int64_t i = 0; i < weights.size; ++i) weights[i] = normal();
+        for (int64_t i = 0; i < sums.size; ++i) sums[i] = 0.0f;
+        for (int64_t i = 0; i < rows; ++i) offsets[i] = (rows - 1 - i) * dim;
+        kernels.score[dtype]({q.data.get(), pad(dim), heads, x.data.get(), offsets.data.get(), rows, rows, dim,
+                              0.5f, scores.data.get(), pad(rows)});
+        kernels.accumulate[dtype]({x.data.get(), offsets.data.get(), rows, rows, dim, weights.data.get(), rows,
+                                   heads, sums.data.get(), pad(dim)});
+        for (int64_t h = 0; h < heads; ++h) {
+          for (int64_t i = 0; i < rows; ++i) {
+            double expected = 0;
+            for (int64_t d = 0; d < dim; ++d) expected += 0.5 * q[h * pad(dim) + d] * to_float(x[offsets[i] + d]);
+            CHECK(std::fabs(scores[h * pad(rows) + i] - expected) < 1e-4, "score");
+          }
+          for (int64_t d = 0; d < dim; ++d) {
+            double expected = 0;
+            for (int64_t i = 0; i < rows; ++i)
+              expected += static_cast<double>(weights[h * rows + i]) * to_float(x[offsets[i] + d]);
+            CHECK(std::fabs(sums[h * pad(dim) + d] - expected) < 1e-4, "sum");
+          }
+        }
+        ++steps;
+      }
+    }
+  }
+}
+
+void check_vectors(const KernelTable& kernels) {
+  for (int64_t n = kPadFloats; n <= 6 * kPadFloats; n += kPadFloats) {
+    Block<float> x(n);
+    Block<uint32_t> weights(n), inclusion(n);
+    Block<uint64_t> sums(n / kBlockRows), again(n / kBlockRows);
+    for (int64_t i = 0; i < n; ++i) x[i] = 5 * normal();
+    float largest = x[0];
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, x[i]);
+    CHECK(kernels.maximum(x.data.get(), n) == largest, "maximum");
+    const uint64_t total = kernels.weigh(x.data.get(), n, largest, weights.data.get(), sums.data.get());
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += weights[i];
+    CHECK(sum == total, "weigh");
+    CHECK(kernels.sum_blocks(weights.data.get(), n, again.data.get()) == total && equal(sums, again),
+          "sum_blocks");
+    const float reciprocal = reciprocal_total(total);
+    kernels.include({weights.data.get(), n, &reciprocal, 1, n, 4.0f, inclusion.data.get(), sums.data.get()});
+    x[n - 1] = std::nanf("");
+    CHECK(std::isnan(kernels.maximum(x.data.get(), n)), "a NaN in the last lane");
+    ++steps;
+  }
+}
+
+// Draws over densities that end in zeros, with every threshold at the edge of a row.
+void check_draws() {
+  const int64_t chunks = 3, rows = chunks * kChunkRows;
+  for (int64_t last : {0, 15, 16, 255, 256, 700, 767}) {
+    Block<uint32_t> values(rows);
+    Block<uint64_t> blocks(rows / kBlockRows), sums(chunks);
+    for (int64_t i = 0; i < rows; ++i) values[i] = i == last || (i < last && i % 5 == 0) ? 1 + i % 2 : 0;
+    for (int64_t c = 0; c < chunks; ++c) {
+      sums[c] =
+          active_kernels().sum_blocks(&values[c * kChunkRows], kChunkRows, &blocks[c * kChunkRows / kBlockRows]);
+    }
+    const Density density = {values.data.get(), blocks.data.get(), sums.data.get(), chunks};
+    for (const Method method : {Method::kMultinomial, Method::kStratified, Method::kSystematic}) {
+      for (int64_t seed = 0; seed < 50; ++seed) {
+        Sample sample;
+        draw(method, 1 + seed * 7, density, {seed, 1, 2, 3}, true, &sample);
+        int64_t drawn = 0;
+        for (size_t i = 0; i < sample.rows.size(); ++i) {
+          CHECK(values[sample.rows[i]] != 0 && sample.rows[i] <= last, "a row of no weight");
+          drawn += sample.counts[i];
+        }
+        CHECK(drawn == 1 + seed * 7, "draws");
+        ++steps;
+      }
+    }
+  }
+  CHECK(stratum_threshold((1u << 24) - 1, 1u << 24, (uint64_t{1} << 61) - 1, (uint64_t{1} << 61) - 2) ==
+            (uint64_t{1} << 61) - 2,
+        "threshold");
+  const Philox4x32 zero = philox4x32({{0, 0, 0, 0}}, 0, 0);
+  CHECK(zero.word[0] == 0x6627E8D5u && zero.word[3] == 0x9B00DBD8u, "philox");
+}
+
+}  // namespace
+
+int main() {
+  for (const Level level : supported_levels()) {
+    set_active_level(level);
+    const std::string name(level_name(level));
+    check_vectors(active_kernels());
+    check_tiles<float>(active_kernels());
+    check_tiles<Half>(active_kernels());
+    check_tiles<BFloat>(active_kernels());
+    check_shapes<float>(name.c_str());
+    check_shapes<Half>(name.c_str());
+    check_shapes<BFloat>(name.c_str());
+    check_draws();
+  }
+  std::printf("ok %ld\n", static_cast<long>(steps));
+}
