@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -97,6 +98,19 @@ def test_rule37_threads_and_reruns(method: str, dtype: torch.dtype) -> None:
             torch.set_num_threads(threads)
             assert_same(decode(inputs, method), first)
             assert_same(decode(inputs, method), first)
+
+
+def test_rule37_callers_in_several_threads() -> None:
+    """Steps of different sizes at once: each caller has scratch memory of its own."""
+    cases = [
+        Case(batch=1, rows=rows, group=group) for rows, group in ((3000, 3), (17, 8), (700, 1))
+    ]
+    jobs = [(case.inputs(), method) for case in cases for method in METHODS]
+    expected = [decode(*job) for job in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            for got, first in zip(pool.map(lambda job: decode(*job), jobs), expected, strict=True):
+                assert_same(got, first)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
