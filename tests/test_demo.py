@@ -14,6 +14,7 @@ import pytest
 from tiny_models import tiny_llama
 
 from santa_torch.demo import main
+from santa_torch.demo import options as options_module
 from santa_torch.demo.options import parse
 
 TEXT = "The quick brown fox jumps over the lazy dog and then it sleeps. " * 40
@@ -94,6 +95,23 @@ def test_seeds_reproduce(arguments: list[str], tmp_path: Path) -> None:
         results = json.loads((tmp_path / "demo.json").read_text())
         distances.append(results["contenders"][2]["tvd_steps"])
     assert distances[0] == distances[1] != distances[2]
+
+
+def test_a_slow_machine_decodes_fewer_tokens(
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options_module, "PATIENCE", 0.0)
+    given = arguments[: arguments.index("--tokens")]
+    assert main([*given, "--quick", "--context=200"]) == 0
+    results = json.loads((tmp_path / "demo.json").read_text())
+    assert (results["tokens"], results["tokens_compared"], results["tokens_timed"]) == (16, 1, 1)
+    assert results["contenders"][1]["bytes"] == 3 * 2 * 201 * 2 * 16 * 4
+    assert "Only 1 of 16 tokens" in capsys.readouterr().out
+    main([*arguments, "--tokens", "3"])
+    assert json.loads((tmp_path / "demo.json").read_text())["tokens_timed"] == 3
 
 
 def test_dense_alone(arguments: list[str], tmp_path: Path) -> None:

@@ -69,13 +69,20 @@ class Bench:
         Number of tokens to prefill.
     contenders : list of Contender
         The first one is the reference.
+    patience : float
+        Seconds after which a run of decoding steps stops early.
     """
 
     def __init__(
-        self, model: Any, tokens: torch.Tensor, context: int, contenders: list[Contender]
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        context: int,
+        contenders: list[Contender],
+        patience: float = float("inf"),
     ) -> None:
         self.model, self.tokens, self.context = model, tokens, context
-        self.contenders = contenders
+        self.contenders, self.patience = contenders, patience
         self.dtype = str(model.dtype).removeprefix("torch.")
         self._caches: dict[str, Any] = {}
         parameters = inspect.signature(model.forward).parameters
@@ -85,7 +92,7 @@ class Bench:
 
     @property
     def steps(self) -> int:
-        """Decoding steps per run."""
+        """Decoding steps per run, unless patience ends first."""
         return self.tokens.shape[1] - self.context
 
     @torch.inference_mode()
@@ -106,7 +113,8 @@ class Bench:
         traffic = {contender.key: [0, 0] for contender in self.contenders}
         for contender in self.contenders:
             contender.tvd[self.dtype], contender.agreement[self.dtype] = [], []
-        for step in range(self.steps):
+        done = 0
+        for step in self._patiently():
             token = self.tokens[:, self.context + step : self.context + step + 1]
             reference = None
             for contender in self.contenders:
@@ -119,12 +127,13 @@ class Bench:
                 contender.agreement[self.dtype].append(
                     bool(probabilities.argmax() == reference.argmax())
                 )
-            progress(step + 1)
+            done = step + 1
+            progress(done)
         total = max(total for _, total in traffic.values())
         for contender in self.contenders:
             read = traffic[contender.key][0] if contender.config else total  # SDPA reads all rows
-            contender.bytes_read = read / self.steps
-        self._rewind()
+            contender.bytes_read = read / done
+        self._rewind(done)
 
     @torch.inference_mode()
     def generate(self, progress: Progress) -> None:
@@ -132,7 +141,8 @@ class Bench:
         for contender in self.contenders:
             contender.seconds.clear()
             contender.generated[:] = [int(self._first.argmax())]
-        for step in range(self.steps):
+        done = 0
+        for step in self._patiently():
             for contender in self.contenders:
                 token = self.tokens.new_tensor([[contender.generated[-1]]])
                 with self._attention(contender):
@@ -141,8 +151,17 @@ class Bench:
                     choice = self._forward(token, self._caches[contender.key]).argmax()
                     contender.generated.append(int(choice))  # waits for the device
                     contender.seconds.append(time.perf_counter() - start)
-            progress(step + 1)
-        self._rewind()
+            done = step + 1
+            progress(done)
+        self._rewind(done)
+
+    def _patiently(self) -> Iterator[int]:
+        """Count the steps, and stop early when patience is at an end."""
+        start = time.perf_counter()
+        for step in range(self.steps):
+            if step and time.perf_counter() - start > self.patience:
+                return
+            yield step
 
     def _forward(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """``[1, rows]`` tokens -> logits ``[vocabulary]`` after the last one."""
@@ -171,9 +190,9 @@ class Bench:
             cache.update(layer.keys, layer.values, index)
         return cache
 
-    def _rewind(self) -> None:
+    def _rewind(self, steps: int) -> None:
         for cache in self._caches.values():
-            cache.crop(-self.steps)
+            cache.crop(-steps)
 
     def _synchronise(self) -> None:
         if self.tokens.device.type == "cuda":

@@ -14,6 +14,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 #: Defaults of (context, tokens), in full and with ``--quick``.
 FULL, QUICK = (4096, 64), (1024, 16)
 
+#: Seconds for each decoding stage where ``--tokens`` is left to the default, so that a slow or busy
+#: machine gives fewer tokens rather than a long wait.
+PATIENCE = 40.0
+
 
 class DemoError(Exception):
     """What was asked for cannot be had; the message is one line for the user."""
@@ -21,12 +25,16 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """A checked command line; see ``--help`` for the meaning of each field."""
+    """A checked command line; see ``--help`` for the meaning of each field.
+
+    ``patience`` is the time after which a decoding stage stops early, in seconds.
+    """
 
     model: str | None
     text: str | None
     context: int
     tokens: int
+    patience: float
     samples: int
     method: str
     dtype: str
@@ -56,6 +64,7 @@ def parse(argv: list[str]) -> Options:
         text=given.text,
         context=given.context or context,
         tokens=given.tokens or tokens,
+        patience=float("inf") if given.tokens else PATIENCE,
         samples=given.samples,
         method=given.method,
         dtype=given.dtype,
@@ -76,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="hub name, directory or .gguf file (None: the packaged SmolLM2-135M)")
     add("--text", metavar="FILE", help="text to read (None: Python's own documentation topics)")
     add("--context", type=_positive, metavar="N", help=f"tokens read before decoding ({FULL[0]})")
-    add("--tokens", type=_positive, metavar="N", help=f"tokens decoded and compared ({FULL[1]})")
+    add(
+        "--tokens", type=_positive, metavar="N", help=f"tokens decoded ({FULL[1]}, time permitting)"
+    )
     add("--method", choices=METHODS, default="shared", help="how rows are sampled")
     add("--samples", type=_positive, metavar="S", default=256, help="number of samples")
     add("--seed", type=int, metavar="N", default=0, help="seed of the draws")

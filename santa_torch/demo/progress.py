@@ -16,8 +16,11 @@ def bar(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show how much of ``total`` is done; yields the function to call with that number."""
     start = time.perf_counter()
     live = sys.stderr.isatty()
+    reached = 0
 
     def show(done: int) -> None:
+        nonlocal reached
+        reached = done
         if live:
             filled = _WIDTH * done // total
             drawn = "█" * filled + "░" * (_WIDTH - filled)
@@ -26,7 +29,7 @@ def bar(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     show(0)
     yield show
     seconds = time.perf_counter() - start
-    _write(f"{_clear(live)}{label:<{_LABEL}} {total} {unit} in {seconds:.1f} s\n")
+    _write(f"{_clear(live)}{label:<{_LABEL}} {reached} {unit} in {seconds:.1f} s\n")
 
 
 @contextmanager

@@ -19,13 +19,16 @@ def collect(facts: dict[str, Any], contenders: list[Contender], tokenizer: Any) 
     Returns
     -------
     dict
-        ``facts``, and under ``"contenders"`` one dict each: ``ms_per_token`` (median),
+        ``facts``; ``tokens_compared`` and ``tokens_timed``, which are below ``tokens`` where the
+        machine was too slow; and under ``"contenders"`` one dict each: ``ms_per_token`` (median),
         ``tokens_per_second``, ``bytes`` (KV bytes read per token), ``bytes_fraction`` (of the
         reference), ``tvd`` and ``top1`` (means per dtype), ``tvd_steps``, ``text``, ``same_tokens``
         (length of the common prefix with the reference's continuation).
     """
     reference = contenders[0]
     rows = []
+    facts["tokens_compared"] = min(map(len, reference.tvd.values()))
+    facts["tokens_timed"] = len(reference.seconds)
     for contender in contenders:
         seconds = statistics.median(contender.seconds)
         rows.append(
@@ -134,6 +137,12 @@ def notes(results: dict[str, Any]) -> str:
         lines.append(
             f"In {dtype} two exact kernels already differ by {_distance(floor)} (second line): a "
             "floor under every figure of that column. The float32 column has none."
+        )
+    done = min(results["tokens_compared"], results["tokens_timed"])
+    if done < results["tokens"]:
+        lines.append(
+            f"Only {done} of {results['tokens']} tokens: the machine is slow or busy, and so are "
+            "the times. --tokens N takes the time it needs."
         )
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
 

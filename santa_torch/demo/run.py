@@ -74,7 +74,9 @@ def _contenders(options: Options) -> list[Contender]:
 
 
 def _prefilled(subject: Subject, options: Options, contenders: list[Contender]) -> Bench:
-    bench = Bench(subject.model, subject.tokens, options.context, contenders)
+    bench = Bench(
+        subject.model, subject.tokens, options.context, contenders, patience=options.patience
+    )
     with bar(f"prefill ({bench.dtype})", options.context, "tokens") as progress:
         bench.prefill(progress)
     return bench
