@@ -104,8 +104,6 @@ def test_rule37_callers_in_several_threads() -> None:
     """Steps of different sizes at once: each caller has scratch memory of its own."""
     sizes = ((3000, 3), (17, 8), (700, 1))
     cases = [Case(batch=1, rows=rows, group=group) for rows, group in sizes]
-        Case(batch=1, rows=rows, group=group) for rows, group in ((3000, 3), (17, 8), (700, 1))
-    ]
     jobs = [(case.inputs(), method) for case in cases for method in METHODS]
     expected = [decode(*job) for job in jobs]
     with ThreadPoolExecutor(4) as pool:
