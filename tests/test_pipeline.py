@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DRAWING, DTYPES, LEVELS, METHODS, Case
+from cases import CHUNK, DRAWING, DTYPES, LEVELS, METHODS, Case
 from compare import OPS, assert_equal, assert_same
 
 import santa_torch
@@ -255,3 +255,58 @@ def test_dense_ignores_how_to_draw() -> None:
     first = decode(inputs, "dense")
     for other in ({"samples": 1}, {"seed": 6}, {"layer": 4}, {"position": 3}, {"head_offset": 5}):
         assert_same(decode(inputs, "dense", **other), first)
+
+
+# ---- rules 8 and 37: the order of the sums -------------------------------------------------------
+
+
+def ordered_sum(terms: torch.Tensor) -> torch.Tensor:
+    """``[rows, Dv]`` summed as the kernels promise: fp32 row by row in a chunk, fp64 between."""
+    total = torch.zeros(terms.shape[1], dtype=torch.float64)
+    for chunk in terms.split(CHUNK):
+        partial = torch.zeros(terms.shape[1])
+        for row in chunk:
+            partial = partial + row
+        total += partial.double()
+    return total
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 1100])
+def test_rule37_gather_adds_in_row_order(level: str, rows: int) -> None:
+    """Coefficients are powers of two: products are exact, with fused multiply-adds or without."""
+    OPS.set_cpu_level(level)
+    random = torch.Generator().manual_seed(rows)
+    v = torch.randn(1, 1, 2 * rows, 19, generator=random)
+    coefficients = 2.0 ** torch.randint(-20, 3, (1, 5, rows), generator=random)
+    listed = torch.randperm(2 * rows, generator=random)[:rows].sort().values
+    got = OPS.gather(listed[None, None], coefficients, torch.tensor([[rows]], dtype=torch.int32), v)
+    for h in range(5):
+        terms = torch.zeros(2 * rows, 19)
+        terms[listed] = coefficients[0, h, :, None] * v[0, 0, listed]
+        assert_equal("out", got[0, h], ordered_sum(terms).float())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 1100])
+def test_rule37_dense_adds_in_row_order(level: str, rows: int) -> None:
+    """Equal scores have weight 1 exactly; what is left is the sum and one division."""
+    OPS.set_cpu_level(level)
+    v = torch.randn(1, 1, rows, 19, generator=torch.Generator().manual_seed(rows))
+    k = torch.zeros(1, 1, rows, 8)
+    got = santa_torch.decode(k[:, :, 0], k, v, method="dense")
+    assert_equal("out", got[0, 0], (ordered_sum(v[0, 0]) / rows).float())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rule08_gather_sums_chunks_in_fp64(level: str) -> None:
+    """A thousand small terms, each lost on its own beside 1 in fp32."""
+    OPS.set_cpu_level(level)
+    chunks = 1000
+    v = torch.ones(1, 1, 1, 8).expand(1, 1, chunks * CHUNK, 8)
+    listed = torch.arange(0, chunks * CHUNK, CHUNK)[None, None]
+    coefficients = torch.full((1, 1, chunks), 2.0**-25)
+    coefficients[..., 0] = 1.0
+    got = OPS.gather(listed, coefficients, torch.tensor([[chunks]], dtype=torch.int32), v)
+    exact = torch.full((1, 1, 8), 1 + (chunks - 1) * 2.0**-25, dtype=torch.float64)
+    assert_equal("out", got, exact.float())
