@@ -1,0 +1,269 @@
+"""Switching models on and off, and what is refused: rules 42 and 43 of the known faults."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import (
+    TINY,
+    VOCABULARY,
+    build,
+    last_logits,
+    prompt_and_cache,
+    tiny_llama,
+    tokens,
+    with_cache,
+)
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from santa_torch import SantaConfig, hf
+
+DENSE = SantaConfig("dense")
+SAMPLED = SantaConfig("shared", samples=4, seed=5)
+
+# Renamed arguments still work; their warnings are not ours to fix.
+pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+# --- rule 42: what cannot be honoured -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias", "head_mask"])
+def test_rule42_unsupported_arguments_are_refused(
+    model: LlamaForCausalLM, argument: str, rows: int
+) -> None:
+    q, kv = torch.randn(1, 6, rows, 16), torch.randn(1, 2, 9, 16)
+    module = model.model.layers[0].self_attn
+    with hf.use(model, SAMPLED), pytest.raises(ValueError, match=argument):
+        AttentionInterface()["santa"](module, q, kv, kv, None, **{argument: torch.ones(6)})
+
+
+def test_rule42_output_attentions_is_refused() -> None:
+    model = tiny_llama()  # of its own: transformers 4.57 leaves layers wrapped after an error
+    with hf.use(model, SAMPLED), pytest.raises(ValueError, match="output_attentions=True"):
+        model(tokens(1, 5), output_attentions=True)
+    eager = tiny_llama(attn_implementation="eager", output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        hf.enable(eager, SAMPLED)
+
+
+def test_rule42_models_with_softcap_or_sinks_are_refused() -> None:
+    eager = {**TINY, "attn_implementation": "eager"}
+    config = transformers.Gemma2Config(**eager, attn_logit_softcapping=50.0)
+    model = build(transformers.Gemma2ForCausalLM, config)
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50\.0"):
+        hf.enable(model, SAMPLED)
+    assert implementation(model) == "eager"
+    config = transformers.GptOssConfig(**eager, num_local_experts=2)
+    model = build(transformers.GptOssForCausalLM, config)
+    with pytest.raises(ValueError, match="sinks"):
+        hf.enable(model, SAMPLED)
+
+
+def test_rule42_dropout_in_training_is_refused() -> None:
+    model = tiny_llama(attention_dropout=0.1)
+    token, cache = prompt_and_cache(model, 9)
+    with hf.use(model, SAMPLED), torch.no_grad():
+        model.train()
+        with pytest.raises(ValueError, match=r"dropout=0\.1"):
+            model(token, **with_cache(model, cache))
+
+
+def test_rule42_missing_position_is_refused(model: LlamaForCausalLM) -> None:
+    q, kv = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 9, 16)
+    module = model.model.layers[0].self_attn
+    with hf.use(model, SAMPLED):
+        with pytest.raises(ValueError, match="position_ids=None"):
+            AttentionInterface()["santa"](module, q, kv, kv, None)
+        ids = torch.zeros(3, 1, 1, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"position_ids .*\(3, 1, 1\)"):
+            AttentionInterface()["santa"](module, q, kv, kv, None, position_ids=ids)
+
+
+def test_backward_raises_and_training_forward_does_not_sample(model: LlamaForCausalLM) -> None:
+    token, cache = prompt_and_cache(model, 9)
+    with hf.use(model, SAMPLED):
+        logits = model(token, **with_cache(model, cache)).logits
+        with pytest.raises(RuntimeError, match="backward"):
+            logits.sum().backward()
+        model(tokens(1, 9), use_cache=False).logits.sum().backward()  # SDPA's own gradient
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    model.zero_grad()
+
+
+# --- rule 43: switching -------------------------------------------------------------------------
+
+
+def implementation(model: Any) -> str:
+    return model.config._attn_implementation
+
+
+def test_rule43_enable_and_disable(model: LlamaForCausalLM) -> None:
+    hf.enable(model, SAMPLED)
+    assert implementation(model) == implementation(model.model) == "santa"
+    hf.enable(model, DENSE)  # again: new settings, same way back
+    assert implementation(model) == "santa"
+    hf.disable(model)
+    assert implementation(model) == "sdpa"
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not enabled"):
+        hf.disable(model)
+
+
+def test_rule43_use_restores_after_an_exception(model: LlamaForCausalLM) -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), hf.use(model, SAMPLED):
+        fail()
+    assert implementation(model) == "sdpa"
+    with hf.use(model, SAMPLED):
+        hf.disable(model)
+    assert implementation(model) == "sdpa"
+
+
+def test_rule43_use_restores_whatever_was_there() -> None:
+    model = tiny_llama(attn_implementation="eager")
+    with hf.use(model, SAMPLED):
+        assert implementation(model) == "santa"
+    assert implementation(model) == "eager"
+
+
+def test_rule43_nested_use_returns_to_the_outer_settings(model: LlamaForCausalLM) -> None:
+    with hf.use(model, SAMPLED):
+        outer = last_logits(model)
+        with hf.use(model, DENSE):
+            assert not torch.equal(last_logits(model), outer)
+        assert torch.equal(last_logits(model), outer)
+        with pytest.raises(ValueError, match="layers"), hf.use(model, SantaConfig(layers=[7])):
+            pass
+        assert torch.equal(last_logits(model), outer)
+    assert implementation(model) == "sdpa"
+
+
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+def test_rule43_two_models_share_a_configuration(first_leaves_first: bool) -> None:
+    config = LlamaConfig(**TINY)
+    one, two = (build(LlamaForCausalLM, config) for _ in range(2))
+    assert one.config is two.config
+    exact = last_logits(two)
+    hf.enable(one, SAMPLED)
+    assert not torch.equal(last_logits(one), exact)
+    torch.testing.assert_close(last_logits(two), exact)  # not enabled: exact attention
+    hf.enable(two, SantaConfig("systematic", samples=4))
+    sampled = last_logits(two)
+    first, last = (one, two) if first_leaves_first else (two, one)
+    expected = last_logits(last)
+    hf.disable(first)
+    assert implementation(last) == "santa"
+    assert torch.equal(last_logits(last), expected)
+    torch.testing.assert_close(last_logits(first), exact)
+    hf.disable(last)
+    assert config._attn_implementation == "sdpa"
+    assert not torch.equal(sampled, exact)
+
+
+def test_rule43_copies_of_enabled_models_are_enabled(model: LlamaForCausalLM) -> None:
+    with hf.use(model, SAMPLED):
+        twin = copy.deepcopy(model)
+        expected = last_logits(model)
+    assert torch.equal(last_logits(twin), expected)
+    hf.disable(twin)
+    assert implementation(twin) == "sdpa"
+
+
+def test_rule43_switching_leaves_nothing_behind(model: LlamaForCausalLM) -> None:
+    import weakref
+
+    from santa_torch.hf import holds
+
+    before = dict(vars(model)), len(weakref.finalize._registry)
+    for _ in range(20):
+        with hf.use(model, SAMPLED):
+            assert holds.is_held(model.config)
+    assert (dict(vars(model)), len(weakref.finalize._registry)) == before
+    assert not holds.is_held(model.config)
+
+
+def test_rule43_the_name_without_settings_raises() -> None:
+    hf.register()
+    model = tiny_llama(attn_implementation="santa")
+    with pytest.raises(ValueError, match=r"santa_torch\.hf\.enable"):
+        model(tokens(1, 5))
+    with hf.use(model, DENSE):
+        model(tokens(1, 5))
+
+
+def test_rule43_the_configuration_is_read_back() -> None:
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
+    bloom = transformers.BloomForCausalLM(config)
+    before = implementation(bloom)
+    with pytest.raises(ValueError, match="BloomForCausalLM"):
+        hf.enable(bloom, SAMPLED)
+    assert implementation(bloom) == before
+
+
+def test_rule43_a_class_that_ignores_the_request_is_refused(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda *a, **k: None)
+    with pytest.raises(ValueError, match="its configuration says 'sdpa'"):
+        hf.enable(model, SAMPLED)
+    assert implementation(model) == "sdpa"
+    assert not hasattr(model.model.layers[0].self_attn, "santa_binding")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"model": torch.nn.Linear(2, 2)}, "model must be a transformers PreTrainedModel"),
+        ({"config": {"samples": 3}}, "config must be a SantaConfig, got dict"),
+        ({"config": SantaConfig(layers=[1, 3, 9])}, r"layers: .* layers 0 to 2, got \[3, 9\]"),
+    ],
+)
+def test_rule43_wrong_arguments(model: LlamaForCausalLM, bad: dict[str, Any], message: str) -> None:
+    arguments = {"model": model, "config": SAMPLED} | bad
+    with pytest.raises(ValueError, match=message):
+        hf.enable(**arguments)
+    assert implementation(model) == "sdpa"
+
+
+def test_rule43_encoder_decoders_and_odd_heads_are_refused(model: LlamaForCausalLM) -> None:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        hf.enable(transformers.T5ForConditionalGeneration(config), SAMPLED)
+    odd = tiny_llama()
+    odd.config.num_key_value_heads = 4
+    with pytest.raises(ValueError, match="6 query heads are not a multiple of 4"):
+        hf.enable(odd, SAMPLED)
+
+
+def test_rule43_part_of_an_enabled_model_is_refused(model: LlamaForCausalLM) -> None:
+    with hf.use(model, SAMPLED), pytest.raises(ValueError, match="part of a model"):
+        hf.enable(model.model, SAMPLED)
+    with hf.use(model.model, DENSE):
+        last_logits(model)
+    assert implementation(model) == "sdpa"
+
+
+def test_rule43_importing_patches_nothing() -> None:
+    script = (
+        "import sys, santa_torch; assert 'transformers' not in sys.modules\n"
+        "import santa_torch.hf\n"
+        "from transformers import AttentionInterface\n"
+        "assert 'santa' not in AttentionInterface().valid_keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
