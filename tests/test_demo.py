@@ -57,6 +57,8 @@ def test_results(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert dense["tvd"]["float32"] < 1e-5
     assert 1e-4 < santa["tvd"]["float32"] < 1
     assert len(santa["tvd_steps"]["float32"]) == 6
+    assert results["tvd"] == santa["tvd"]["float32"]  # the headline of the file
+    assert results["bytes"] == santa["bytes"]
     assert dense["top1"]["float32"] == 1
     assert dense["generated"] == sdpa["generated"]
     assert len(sdpa["generated"]) == 7

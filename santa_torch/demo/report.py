@@ -20,7 +20,8 @@ def collect(facts: dict[str, Any], contenders: list[Contender], tokenizer: Any) 
     -------
     dict
         ``facts``; ``tokens_compared`` and ``tokens_timed``, which are below ``tokens`` where the
-        machine was too slow; and under ``"contenders"`` one dict each: ``ms_per_token`` (median),
+        machine was too slow; of the last contender ``tvd`` (mean, float32), ``bytes`` and
+        ``ms_per_token``; and under ``"contenders"`` one dict each: ``ms_per_token`` (median),
         ``tokens_per_second``, ``bytes`` (KV bytes read per token), ``bytes_fraction`` (of the
         reference), ``tvd`` and ``top1`` (means per dtype), ``tvd_steps``, ``text``, ``same_tokens``
         (length of the common prefix with the reference's continuation).
@@ -47,7 +48,13 @@ def collect(facts: dict[str, Any], contenders: list[Contender], tokenizer: Any) 
                 "generated": contender.generated,
             }
         )
-    return {**facts, "contenders": rows}
+    last = rows[-1]
+    headline = {
+        "tvd": last["tvd"]["float32"],
+        "bytes": last["bytes"],
+        "ms_per_token": last["ms_per_token"],
+    }
+    return {**facts, **headline, "contenders": rows}
 
 
 def heading(facts: dict[str, Any]) -> str:
