@@ -233,6 +233,7 @@ CheckedValues check_values(const std::string& op, const Tensor& v, int64_t batch
   const Dtype dtype = check_dtype(op, "v", v);
   check_dim(op, "v", v, 4, "[B, Hkv, L, Dv]");
   check_last_stride(op, "v", v);
+  if (query_heads < 1) fail(op, "coefficients must have at least one query head, got ", query_heads);
   if (v.size(0) != batch || v.size(1) < 1 || query_heads % v.size(1) != 0 || v.size(3) < 1) {
     fail(op, "v must have shape [B, Hkv, L, Dv] with B = ", batch, " and Hkv a divisor of ", query_heads, ", got ",
          shape_text(v));
@@ -252,7 +253,7 @@ DrawParams check_draw(const std::string& op, const std::string& method, int64_t 
                       int64_t query_heads, const Tensor& like) {
   DrawParams draw{};
   draw.method = parse_method(method, op);
-  if (draw.method != Method::kDense && (samples < 1 || samples > kMaxSamples)) {
+  if (samples < 1 || samples > kMaxSamples) {
     fail(op, "samples must be between 1 and 2^24 = ", kMaxSamples, ", got ", samples);
   }
   if (layer < 0 || layer >= int64_t{1} << 24) fail(op, "layer must be between 0 and 2^24 - 1, got ", layer);

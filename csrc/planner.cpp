@@ -1,10 +1,10 @@
 #include "planner.h"
 
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 
-#include "cpu/kernels.h"
-#include "math/softmax.h"
+#include "math/layout.h"
 
 namespace santa {
 namespace {
@@ -15,9 +15,18 @@ constexpr Method kMethods[] = {Method::kDense, Method::kMultinomial, Method::kSt
 // Hands out consecutive pieces, each on a cache line of its own: threads write neighbouring pieces.
 class Carver {
  public:
-  int64_t take(int64_t bytes) {
+  // A piece of as many bytes as the product of the factors. Throws std::invalid_argument past 63 bits: shapes with
+  // broadcast (stride 0) dimensions can ask for that without holding any memory.
+  int64_t take(std::initializer_list<int64_t> factors) {
+    int64_t bytes = 1;
+    bool overflow = false;
+    for (const int64_t factor : factors) overflow |= __builtin_mul_overflow(bytes, factor, &bytes);
     const int64_t at = end_;
-    end_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    overflow |= __builtin_add_overflow(bytes, kAlignment - 1, &bytes);
+    overflow |= __builtin_add_overflow(end_, bytes / kAlignment * kAlignment, &end_);
+    if (overflow) {
+      throw std::invalid_argument("santa: q and k are too large together: scratch memory would pass 2^63 bytes");
+    }
     return at;
   }
   int64_t end() const { return end_; }
@@ -38,28 +47,28 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
   CpuPlan plan{};
   plan.rows = rows;
   plan.chunks = chunk_count(rows);
-  plan.query_stride = cpu::pad(shape.head_dim);
-  plan.value_stride = cpu::pad(shape.value_dim);
+  plan.query_stride = pad(shape.head_dim);
+  plan.value_stride = pad(shape.value_dim);
 
   const int64_t padded_rows = plan.chunks * kChunkRows;
-  const int64_t blocks = padded_rows / cpu::kBlockRows;
+  const int64_t blocks = padded_rows / kBlockRows;
   Carver carver;
-  plan.query = carver.take(heads * plan.query_stride * 4);
-  plan.chunk_maxima = carver.take(heads * plan.chunks * 4);
-  plan.maxima = carver.take(heads * 4);
+  plan.query = carver.take({heads, plan.query_stride, 4});
+  plan.chunk_maxima = carver.take({heads, plan.chunks, 4});
+  plan.maxima = carver.take({heads, 4});
   if (sampled) {
-    plan.totals = carver.take(heads * 8);
-    plan.scores = carver.take(heads * padded_rows * 4);
-    plan.weight_sums = carver.take(heads * plan.chunks * 8);
-    plan.block_sums = carver.take((shared ? groups : heads) * blocks * 8);
+    plan.totals = carver.take({heads, 8});
+    plan.scores = carver.take({heads, padded_rows, 4});
+    plan.weight_sums = carver.take({heads, plan.chunks, 8});
+    plan.block_sums = carver.take({shared ? groups : heads, blocks, 8});
   }
   if (shared) {
-    plan.inclusion = carver.take(groups * padded_rows * 4);
-    plan.inclusion_sums = carver.take(groups * plan.chunks * 8);
+    plan.inclusion = carver.take({groups, padded_rows, 4});
+    plan.inclusion_sums = carver.take({groups, plan.chunks, 8});
   }
   if (!sampled) {
-    plan.partial_sums = carver.take(heads * plan.chunks * 4);
-    plan.partial_out = carver.take(heads * plan.chunks * plan.value_stride * 4);
+    plan.partial_sums = carver.take({heads, plan.chunks, 4});
+    plan.partial_out = carver.take({heads, plan.chunks, plan.value_stride, 4});
   }
   plan.bytes = carver.end();
   return plan;

@@ -1,8 +1,8 @@
 """Shapes and dtypes of the operators' outputs, for torch.compile and torch.export.
 
-The operators themselves check their arguments; a fake only answers what comes out. Devices are the
-exception: with one argument on "meta" and the rest elsewhere the dispatcher asks nobody but the
-fake, whose output would then pass for a result.
+The operators themselves check their arguments. A fake repeats what would otherwise pass for a
+result: on "meta", and with one argument on "meta" and the rest elsewhere, the dispatcher asks
+nobody else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from santa_torch import _load
+from santa_torch.config import METHODS
 
 
 def _on_one_device(op: str, **tensors: torch.Tensor | None) -> None:
@@ -21,6 +22,30 @@ def _on_one_device(op: str, **tensors: torch.Tensor | None) -> None:
                 f"santa::{op}: {name} must be on the device of {first} ({like.device}), got "
                 f"{tensor.device}"
             )
+
+
+def _refuse(op: str, name: str, rule: str, value: object) -> None:
+    raise ValueError(f"santa::{op}: {name} must {rule}, got {value}")
+
+
+def _check_shapes(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
+    if q.ndim != 3:
+        _refuse(op, "q", "have shape [B, Hq, D]", list(q.shape))
+    if k.ndim != 4:
+        _refuse(op, "k", "have shape [B, Hkv, L, D]", list(k.shape))
+    if k.shape[3] != q.shape[2]:
+        _refuse(op, "k", f"have the head dim of q ({q.shape[2]})", list(k.shape))
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1] != 0:
+        _refuse(op, "k", f"have KV heads that divide {q.shape[1]} query heads", list(k.shape))
+    if v is not None and (v.ndim != 4 or v.shape[1] != k.shape[1]):
+        _refuse(op, "v", "have shape [B, Hkv, L, Dv] with the KV heads of k", list(v.shape))
+
+
+def _check_draw(op: str, method: str, samples: int) -> None:
+    if method not in METHODS:
+        _refuse(op, "method", f"be one of {', '.join(METHODS)}", repr(method))
+    if not 1 <= samples <= _load.C.MAX_SAMPLES:
+        _refuse(op, "samples", f"be between 1 and {_load.C.MAX_SAMPLES}", samples)
 
 
 def _smaller(rows: int, capacity: int) -> int:
@@ -47,6 +72,8 @@ def _decode(
     _on_one_device(
         "decode", q=q, k=k, v=v, mask=mask, seq_lens=seq_lens, seed=seed, position=position
     )
+    _check_shapes("decode", q, k, v)
+    _check_draw("decode", method, samples)
     batch, heads = q.shape[0], q.shape[1]
     kept = batch if return_stats else 0
     return (
@@ -68,6 +95,7 @@ def _score(
     seq_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _on_one_device("score", q=q, k=k, mask=mask, seq_lens=seq_lens)
+    _check_shapes("score", q, k, None)
     batch, heads = q.shape[0], q.shape[1]
     return (
         q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32),
@@ -94,7 +122,10 @@ def _draw(
     head_offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _on_one_device("draw", weights=weights, seed=seed, position=position)
+    _check_draw("draw", method, samples)
     batch, heads, rows = weights.shape
+    if kv_heads < 1 or heads < 1 or heads % kv_heads != 0:
+        _refuse("draw", "kv_heads", f"be at least 1 and divide {heads} query heads", kv_heads)
     shared = method == "shared"
     draw_heads = kv_heads if shared else heads
     capacity = _smaller(rows, _load.C.draw_capacity(shared, samples, heads // kv_heads))

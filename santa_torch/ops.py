@@ -108,7 +108,8 @@ def decode(
     position : int or Tensor, optional
         Where in its sequence the query stands, int64 ``[1]`` or ``[B]``; its low 32 bits enter the
         random counter. It must differ from step to step. Default: index of the last attended row
-        plus one, which stands still when old rows are evicted: pass the true position then.
+        plus one. It stands still when old rows are evicted, and counts local heads alone where
+        masks differ by head and heads are spread over ranks: pass the true position then.
     layer : int
         Index of the layer, below 2^24; layers draw independently.
     head_offset : int
@@ -121,9 +122,9 @@ def decode(
     Returns
     -------
     Tensor or DecodeOutput
-        ``[B, Hq, Dv]`` in the dtype of ``q``, contiguous. A head that attends nothing gets 0
-        (log-sum-exp
-        -inf); one whose scores hold NaN or +inf gets NaN and leaves the other heads untouched.
+        ``[B, Hq, Dv]`` in the dtype of ``q``, contiguous. A head that attends nothing gets 0 and a
+        log-sum-exp of -inf; one whose scores hold NaN or +inf gets NaN and leaves the other heads
+        untouched.
 
     Raises
     ------
@@ -138,7 +139,9 @@ def decode(
     batch. Weights are rounded to multiples of 2^-30 of the largest, which moves the sampled
     distribution by at most ``L 2^-31`` in total variation; beyond that every method is unbiased.
 
-    There is no backward pass: gradients through the output raise.
+    There is no backward pass: gradients through the output or the log-sum-exp raise. On the CPU
+    every head dimension takes one path; of one that is no multiple of 8 the last features load
+    singly.
 
     Examples
     --------
@@ -160,9 +163,9 @@ def decode(
         samples = 1
     _require_kernels(q=q, k=k, v=v)
     out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
-        q,
-        k,
-        v,
+        q.detach(),
+        k.detach(),
+        v.detach(),
         samples=samples,
         method=method,
         scale=scale,
@@ -174,7 +177,7 @@ def decode(
         head_offset=head_offset,
         return_stats=return_stats,
     )
-    out = inference_only(out, q, k, v)
+    out, lse = inference_only(out, q, k, v), inference_only(lse, q, k, v)
     if not return_lse and not return_stats:
         return out
     stats = None
@@ -213,7 +216,9 @@ def score(
         NaN.
     """
     _require_kernels(q=q, k=k)
-    scores, maxima = torch.ops.santa.score(q, k, scale=scale, mask=mask, seq_lens=seq_lens)
+    scores, maxima = torch.ops.santa.score(
+        q.detach(), k.detach(), scale=scale, mask=mask, seq_lens=seq_lens
+    )
     return inference_only(scores, q, k), inference_only(maxima, q, k)
 
 
@@ -307,7 +312,7 @@ def gather(
         256 rows and in fp64 between chunks.
     """
     _require_kernels(rows=rows, coefficients=coefficients, num_rows=num_rows, v=v)
-    out: torch.Tensor = torch.ops.santa.gather(rows, coefficients, num_rows, v)
+    out: torch.Tensor = torch.ops.santa.gather(rows, coefficients.detach(), num_rows, v.detach())
     return inference_only(out, coefficients, v)
 
 

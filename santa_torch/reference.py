@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from santa_torch.config import MAX_SAMPLES, METHODS
 from santa_torch.ops import DecodeOutput, _as_tensor, _refuse_later_arguments
 from santa_torch.stats import decode_stats
 
@@ -128,6 +129,13 @@ def inclusion(weights: torch.Tensor, samples: int, kv_heads: int) -> torch.Tenso
     return (share * ONE).round().long()
 
 
+def _check(method: str, samples: int | None) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method != "dense" and (samples is None or not 1 <= samples <= MAX_SAMPLES):
+        raise ValueError(f"samples must be between 1 and {MAX_SAMPLES}, got {samples}")
+
+
 def thresholds(method: str, samples: int, total: int, random: Callable[[int], int]) -> list[int]:
     """Ascending points of ``[0, total)``; each draws the row whose share of the total holds it.
 
@@ -158,6 +166,7 @@ def draw(
     head_offset: int = 0,
 ) -> list[list[Drawn]]:
     """What each head drew, per sequence; ``"shared"``: what each KV head drew."""
+    _check(method, samples)
     batch, heads, _ = weights.shape
     seeds = _as_tensor("seed", seed, weights.device).expand(batch).tolist()
     positions = _as_tensor("position", position, weights.device).expand(batch).tolist()
@@ -255,6 +264,7 @@ def decode(
         sinks=sinks,
         target_error=target_error,
     )
+    _check(method, samples)
     (batch, heads, _), (_, kv_heads, length, value_dim) = q.shape, v.shape
     group = heads // kv_heads
     attends, _ = attended(q, length, mask, seq_lens)
@@ -271,8 +281,7 @@ def decode(
             rows = attends[b, h].nonzero()[:, 0]  # masks select: other rows are not touched
             out[b, h] = scores[b, h, rows].softmax(-1) @ v[b, h // group, rows].double()
     else:
-        if samples is None:
-            raise ValueError(f"decode: samples must be given for method {method!r}, got None")
+        assert samples is not None
         weights = weigh(scores, maxima)
         total = weights.sum(-1)
         lse = maxima + (total.double() / ONE).log()

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../params.h"
+
 namespace santa::cpu {
 
 // Storage of 16-bit numbers. Distinct types, so that a template picks the conversion.
@@ -32,10 +34,12 @@ inline float to_float(BFloat x) { return from_bits(static_cast<uint32_t>(x.bits)
 inline float to_float(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7FFFu;
-  // Shifted into fp32's fields the exponent is too small by 112; one product mends normal and subnormal alike.
-  const float scaled = from_bits(magnitude << 13) * from_bits(0x77800000u);  // 2^112
-  const uint32_t special = magnitude >= 0x7C00u ? 0x7F800000u : 0u;          // infinity and NaN keep their kind
-  return from_bits(to_bits(scaled) | special | sign);
+  if (magnitude < 0x0400u) {  // zero and subnormals: multiples of 2^-24
+    return from_bits(to_bits(static_cast<float>(magnitude) * from_bits(0x33800000u)) | sign);
+  }
+  // Exponents are biased by 15 and 127; infinity and NaN keep theirs at all ones.
+  const uint32_t bias = magnitude >= 0x7C00u ? 0x70000000u : 0x38000000u;
+  return from_bits(((magnitude << 13) + bias) | sign);
 }
 
 inline void store_as(float x, float* to) { *to = x; }
@@ -64,6 +68,19 @@ inline void store_as(float x, Half* to) {
   } else {
     const uint32_t rounded = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
     to->bits = static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+  }
+}
+
+// Picks the instance of a template for a dtype: f(T{}) with T the storage type.
+template <class Function>
+void with_dtype(Dtype dtype, const Function& f) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return f(float{});
+    case Dtype::kFloat16:
+      return f(Half{});
+    case Dtype::kBFloat16:
+      return f(BFloat{});
   }
 }
 

@@ -4,13 +4,14 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <set>
+#include <vector>
 
 #include "../math/draws.h"
 #include "../math/softmax.h"
 #include "../math/weights.h"
 #include "convert.h"
+#include "denormals.h"
 #include "draw.h"
 #include "gather.h"
 #include "mask.h"
@@ -22,32 +23,6 @@ namespace {
 
 constexpr int64_t kChunkGrain = 2;  // chunks below which a thread is not worth waking
 constexpr int64_t kBlocksPerChunk = kChunkRows / kBlockRows;
-
-template <class T>
-void widen(const void* from, int64_t offset, int64_t n, int64_t padded, float* to) {
-  const T* values = static_cast<const T*>(from) + offset;
-  for (int64_t d = 0; d < n; ++d) to[d] = to_float(values[d]);
-  std::fill(to + n, to + padded, 0.0f);
-}
-
-template <class T>
-void narrow(const double* from, int64_t n, void* to, int64_t offset) {
-  T* values = static_cast<T*>(to) + offset;
-  for (int64_t d = 0; d < n; ++d) store_as(static_cast<float>(from[d]), values + d);
-}
-
-// Picks the instance of a template for a dtype: f(T{}) with T the storage type.
-template <class Function>
-void with_dtype(Dtype dtype, const Function& f) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return f(float{});
-    case Dtype::kFloat16:
-      return f(Half{});
-    case Dtype::kBFloat16:
-      return f(BFloat{});
-  }
-}
 
 // One step through its stages. Every stage is a loop over independent tasks; what passes between stages is exact
 // (maxima, integers) or merged in row order, so that neither threads nor batch change a bit.
@@ -137,8 +112,11 @@ class Step {
     with_dtype(shape_.dtype, [&](auto type) {
       for (int64_t b = 0; b < shape_.batch; ++b) {
         for (int64_t h = 0; h < shape_.query_heads; ++h) {
-          widen<decltype(type)>(params_.q, b * params_.q_batch_stride + h * params_.q_head_stride, shape_.head_dim,
-                                plan_.query_stride, query + head_index(b, 0, h) * plan_.query_stride);
+          const auto* from = static_cast<const decltype(type)*>(params_.q) + b * params_.q_batch_stride +
+                             h * params_.q_head_stride;
+          float* to = query + head_index(b, 0, h) * plan_.query_stride;
+          for (int64_t d = 0; d < shape_.head_dim; ++d) to[d] = to_float(from[d]);
+          std::fill(to + shape_.head_dim, to + plan_.query_stride, 0.0f);
         }
       }
     });
@@ -251,11 +229,16 @@ class Step {
       const double factor = std::exp(static_cast<double>(chunk_maximum) - static_cast<double>(maximum));
       total += factor * static_cast<double>(piece<float>(plan_.partial_sums)[at]);
       const float* partial = piece<float>(plan_.partial_out) + at * plan_.value_stride;
-      for (int64_t d = 0; d < shape_.value_dim; ++d) sum[d] += factor * static_cast<double>(partial[d]);
+      for (int64_t d = 0; d < shape_.value_dim; ++d) sum[d] += scaled(factor, partial[d]);
     }
     for (double& x : sum) x /= total;
     write_out(head, sum.data());
     params_.lse[head] = static_cast<float>(static_cast<double>(maximum) + std::log(total));
+  }
+
+  // factor * partial, where a chunk that counts for nothing adds nothing: its fp32 sum may have run to infinity.
+  static double scaled(double factor, float partial) {
+    return factor == 0.0 && partial == partial ? 0.0 : factor * static_cast<double>(partial);
   }
 
   // ---- weigh, include ----
@@ -392,7 +375,8 @@ class Step {
 
   void write_out(int64_t head, const double* values) {
     with_dtype(shape_.dtype, [&](auto type) {
-      narrow<decltype(type)>(values, shape_.value_dim, params_.out, head * shape_.value_dim);
+      auto* to = static_cast<decltype(type)*>(params_.out) + head * shape_.value_dim;
+      for (int64_t d = 0; d < shape_.value_dim; ++d) store_as(static_cast<float>(values[d]), to + d);
     });
   }
 
@@ -432,12 +416,15 @@ class Step {
 
 void decode(const DecodeParams& params, const ParallelFor& parallel_for) {
   if (params.shape.batch * params.shape.query_heads == 0) return;
+  const KeepDenormals keep;
   Step step(params, params.draw.method, parallel_for);
   params.draw.method == Method::kDense ? step.run_dense() : step.run_sampled();
 }
 
 void score(const DecodeParams& params, float* scores, float* maxima, const ParallelFor& parallel_for) {
   if (params.shape.batch * params.shape.query_heads == 0) return;
+  const KeepDenormals keep;
+  // The plan of any sampled method holds whole scores, which the dense one does not.
   Step(params, Method::kSystematic, parallel_for).run_score(scores, maxima);
 }
 

@@ -82,8 +82,8 @@ class Collector {
   Sample* sample_;
 };
 
-void draw_multinomial(int64_t samples, uint64_t total, const DrawKey& key, Collector* collector) {
-  static thread_local std::vector<uint64_t> thresholds;
+void draw_multinomial(int64_t samples, uint64_t total, const DrawKey& key, Collector* collector, Sample* sample) {
+  std::vector<uint64_t>& thresholds = sample->thresholds;
   thresholds.resize(samples);
   for (int64_t m = 0; m < samples; ++m) {
     thresholds[m] = multiply_high(random64(key, static_cast<uint32_t>(m)), total);
@@ -160,7 +160,7 @@ void draw(Method method, int64_t samples, const Density& density, const DrawKey&
   Collector collector(density, sample);
   switch (method) {
     case Method::kMultinomial:
-      draw_multinomial(samples, total, key, &collector);
+      draw_multinomial(samples, total, key, &collector, sample);
       break;
     case Method::kStratified:
       draw_stratified(samples, total, key, want_slack, &collector, sample);

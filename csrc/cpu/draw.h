@@ -21,8 +21,9 @@ struct Density {
 // The rows drawn for one head or group, ascending and distinct.
 struct Sample {
   std::vector<int64_t> rows;
-  std::vector<int32_t> counts;  // multiplicity; for the shared method the inclusion in units of 2^-30
-  std::vector<double> slack;    // how uncertain each row's selection was; see draw(). Empty unless asked for
+  std::vector<int32_t> counts;       // multiplicity; for the shared method the inclusion in units of 2^-30
+  std::vector<double> slack;         // how uncertain each row's selection was; see draw(). Empty unless asked for
+  std::vector<uint64_t> thresholds;  // scratch of the multinomial method
 
   void clear();
 };

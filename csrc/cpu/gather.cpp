@@ -6,16 +6,6 @@
 #include "convert.h"
 
 namespace santa::cpu {
-namespace {
-
-template <class T>
-void widen(const void* data, int64_t offset, int64_t n, double factor, double* to) {
-  const T* from = static_cast<const T*>(data) + offset;
-  for (int64_t d = 0; d < n; ++d) to[d] = factor * static_cast<double>(to_float(from[d]));
-}
-
-}  // namespace
-
 Gatherer::Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const KernelTable& kernels)
     : v_(v),
       value_dim_(value_dim),
@@ -56,14 +46,10 @@ const double* Gatherer::gather(int64_t b, int64_t kv_head, const int64_t* rows, 
 
 void Gatherer::load_row(int64_t b, int64_t kv_head, int64_t row, double factor) {
   const int64_t offset = v_.offset(b, kv_head, row);
-  switch (dtype_) {
-    case Dtype::kFloat32:
-      return widen<float>(v_.data, offset, value_dim_, factor, row_.data());
-    case Dtype::kFloat16:
-      return widen<Half>(v_.data, offset, value_dim_, factor, row_.data());
-    case Dtype::kBFloat16:
-      return widen<BFloat>(v_.data, offset, value_dim_, factor, row_.data());
-  }
+  with_dtype(dtype_, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(v_.data) + offset;
+    for (int64_t d = 0; d < value_dim_; ++d) row_[d] = factor * static_cast<double>(to_float(from[d]));
+  });
 }
 
 double Gatherer::squared_error(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n,

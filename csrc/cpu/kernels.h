@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "../math/layout.h"
 #include "../params.h"
 #include "level.h"
 
@@ -9,11 +10,6 @@
 // Every array of scores, weights or sums that a kernel touches is padded to a multiple of kPadFloats; rows of K
 // and V are read to their last element and not beyond.
 namespace santa::cpu {
-
-constexpr int64_t kPadFloats = 16;
-constexpr int64_t kBlockRows = 16;  // rows whose weights are also kept as one sum, so that a draw scans little
-
-constexpr int64_t pad(int64_t n) { return (n + kPadFloats - 1) / kPadFloats * kPadFloats; }
 
 // scores[h][i] = scale * <q_h, k_i>
 struct ScoreTile {

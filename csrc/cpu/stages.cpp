@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
   const int64_t batch = weights_in.size(0);
   const int64_t heads = weights_in.size(1);
   const int64_t rows = weights_in.size(2);
-  if (kv_heads < 1 || heads % kv_heads != 0) {
+  if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
     fail(op, "kv_heads must be at least 1 and divide the query heads of weights ", shape_text(weights_in),
          ", got ", kv_heads);
   }

@@ -7,12 +7,17 @@
 #include <functional>
 #include <initializer_list>
 
+#include "denormals.h"
+
 namespace santa::cpu {
 
-// torch's own thread pool: honours torch.set_num_threads.
+// torch's own thread pool: honours torch.set_num_threads. Every thread computes with subnormal numbers.
 inline void torch_parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f) {
   if (n == 0) return;
-  torch::stable::parallel_for(0, n, grain, f);
+  torch::stable::parallel_for(0, n, grain, [&f](int64_t begin, int64_t end) {
+    const KeepDenormals keep;
+    f(begin, end);
+  });
 }
 
 inline torch::stable::Tensor empty(const torch::stable::Tensor& like, std::initializer_list<int64_t> sizes,

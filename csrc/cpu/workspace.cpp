@@ -1,7 +1,8 @@
 #include "workspace.h"
 
 #include <cstdlib>
-#include <new>
+#include <stdexcept>
+#include <string>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -27,7 +28,9 @@ std::byte* Workspace::reserve(int64_t bytes) {
   std::free(data_);
   size_ = 0;
   data_ = static_cast<std::byte*>(std::aligned_alloc(alignment, size));
-  if (data_ == nullptr) throw std::bad_alloc();
+  if (data_ == nullptr) {
+    throw std::runtime_error("santa: cannot allocate " + std::to_string(size) + " bytes of scratch memory");
+  }
   size_ = size;
 #if defined(__linux__)
   if (alignment == kHugePage) madvise(data_, size, MADV_HUGEPAGE);  // a hint: refusal costs time, not results

@@ -11,7 +11,7 @@ class Workspace {
  public:
   static Workspace& of_this_thread();
 
-  // At least `bytes` bytes, aligned to a page, contents undefined. Throws std::bad_alloc.
+  // At least `bytes` bytes, aligned to a page, contents undefined. Throws std::runtime_error.
   std::byte* reserve(int64_t bytes);
 
   ~Workspace();

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace santa {
+
+// Rows are cut into chunks of this many, counted from row 0 whatever the batch, the capacity or the device:
+// the sums below a chunk are fp32 and those between chunks fp64, so the cut decides the bits of the result.
+constexpr int64_t kChunkRows = 256;
+
+SANTA_HD int64_t chunk_count(int64_t rows) { return (rows + kChunkRows - 1) / kChunkRows; }
+
+// Rows whose weights are also kept as one sum, so that a draw scans little.
+constexpr int64_t kBlockRows = 16;
+
+// Scratch arrays of floats have multiples of this many elements: vectors may be written whole.
+constexpr int64_t kPadFloats = 16;
+
+SANTA_HD int64_t pad(int64_t n) { return (n + kPadFloats - 1) / kPadFloats * kPadFloats; }
+
+}  // namespace santa
