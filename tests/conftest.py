@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+import santa_torch
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,6 +31,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
+@pytest.fixture(params=santa_torch.build_info().cpu_levels)
+def level(request: pytest.FixtureRequest) -> str:
+    """Each instruction-set level that this processor supports, in use."""
+    torch.ops.santa.set_cpu_level(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Small tensors gain nothing from threads, and lose much where the machine is busy."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def root() -> Path:
     """Folder of the checkout."""
@@ -39,11 +54,7 @@ def root() -> Path:
 def _same_start_for_every_test() -> Iterator[None]:
     """Seed torch, and give back what a test changes in the process: threads and CPU level."""
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
+    threads, level = torch.get_num_threads(), torch.ops.santa.cpu_level()
     yield
     torch.set_num_threads(threads)
-    santa = torch.ops.santa
-    if hasattr(santa, "set_cpu_level") and not os.environ.get("SANTA_CPU_LEVEL"):
-        from santa_torch import build_info
-
-        santa.set_cpu_level(build_info().cpu_levels[-1])
+    torch.ops.santa.set_cpu_level(level)

@@ -97,7 +97,7 @@ class Fuzzer:
     def shape(self) -> tuple[int, int, int, int, int, int]:
         pick = self.random.choice
         kv_heads = pick((1, 1, 2, 3))
-        group = pick((1, 2, 3, 5, 8))
+        group = pick((0, 1, 2, 3, 5, 8))
         return (
             pick((0, 1, 1, 2, 3)),
             kv_heads * group,

@@ -21,9 +21,11 @@ SAMPLES = 12
 SEED = torch.tensor([5])
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
-    torch.set_num_threads(1)
     torch._dynamo.reset()
     counters.clear()
 
@@ -291,6 +293,12 @@ def test_backward_raises(leaf: str) -> None:
             assert_equal("out", out.detach(), step(inputs, SEED, method))
         with pytest.raises(RuntimeError, match="backward"):
             out.sum().backward()
+        more = santa_torch.decode(
+            **inputs.arguments(), method=method, samples=SAMPLES, return_lse=True, return_stats=True
+        )
+        with pytest.raises(RuntimeError, match="backward"):
+            more.lse.sum().backward()
+        assert not more.stats.squared_error.requires_grad
         with torch.no_grad():
             assert not step(inputs, SEED, method).requires_grad
     if leaf != "v":

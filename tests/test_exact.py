@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from cases import DRAWING, LENGTHS, LEVELS
@@ -14,17 +12,7 @@ from santa_torch import reference
 ONE = 2**30
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Small tensors gain nothing from threads, and lose much where the machine is busy."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    OPS.set_cpu_level(request.param)
-    yield request.param
-    OPS.set_cpu_level(LEVELS[-1])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random() -> torch.Generator:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from cases import CHUNK, DRAWING, DTYPES, LENGTHS, LEVELS, METHODS, Case, Inputs
-from compare import OPS, assert_equal, assert_same, check_decode, check_dense
+from cases import CHUNK, DRAWING, DTYPES, LENGTHS, METHODS, Case, Inputs
+from compare import assert_equal, assert_same, check_decode, check_dense
 
 import santa_torch
 from santa_torch import reference
@@ -16,12 +14,7 @@ NAN, INF = torch.nan, torch.inf
 FLAGS = {"return_lse": True, "return_stats": True}
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    torch.set_num_threads(1)
-    OPS.set_cpu_level(request.param)
-    yield request.param
-    OPS.set_cpu_level(LEVELS[-1])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decode(inputs: Inputs, method: str, **arguments: object) -> santa_torch.DecodeOutput:

@@ -80,7 +80,7 @@ def test_rule17_lists_carry_their_length(method: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rule18_any_strides(level: str, layout: str, dtype: torch.dtype) -> None:
+def test_rule18_rule19_rule20_any_strides(level: str, layout: str, dtype: torch.dtype) -> None:
     """Rule 19 (rows at odd addresses) and rule 20 (each case twice) with it."""
     OPS.set_cpu_level(level)
     torch.set_num_threads(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from cases import CHUNK, DRAWING, DTYPES, GROUPS, HEAD_DIMS, LENGTHS, LEVELS, MASKS, METHODS, Case
@@ -25,17 +23,7 @@ from santa_torch import reference
 FLAGS = {"return_lse": True, "return_stats": True}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Small tensors gain nothing from threads, and lose much where the machine is busy."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    OPS.set_cpu_level(request.param)
-    yield request.param
-    OPS.set_cpu_level(LEVELS[-1])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(case: Case, samples: int = 12, methods: tuple[str, ...] = METHODS) -> None:
@@ -61,7 +49,7 @@ def vary(values: tuple[int, ...]) -> list[tuple[int, torch.dtype]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_rule10_any_group(level: str, group: int, dtype: torch.dtype) -> None:
+def test_rule10_rule13_any_group(level: str, group: int, dtype: torch.dtype) -> None:
     """Rule 13 too: two KV heads, so that a head tile padded past its group would be seen."""
     methods = METHODS if group in (3, 8) else ("dense", "shared")
     check(Case(batch=1, group=group, rows=70, head_dim=24, value_dim=40, dtype=dtype), 5, methods)
@@ -252,7 +240,7 @@ def test_gather(level: str, per_head: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("peak", [0.1, 1.0, 4.0, 20.0])
-def test_rule9_error_is_at_most_twice_that_of_pytorch(
+def test_rule09_error_is_at_most_twice_that_of_pytorch(
     level: str, dtype: torch.dtype, peak: float
 ) -> None:
     inputs = Case(rows=3000, group=4, dtype=dtype, peak=peak).inputs()
@@ -268,7 +256,7 @@ def test_rule9_error_is_at_most_twice_that_of_pytorch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
-def test_rule8_sums_are_not_in_16_bits(level: str, method: str, dtype: torch.dtype) -> None:
+def test_rule08_sums_are_not_in_16_bits(level: str, method: str, dtype: torch.dtype) -> None:
     """Equal values over 20,000 rows: a 16-bit sum would stall, or overflow in float16."""
     rows = 20_000
     q = torch.zeros(1, 2, 8, dtype=dtype)
@@ -280,7 +268,7 @@ def test_rule8_sums_are_not_in_16_bits(level: str, method: str, dtype: torch.dty
     assert_within("lse", lse, torch.full((1, 2), rows).double().log(), torch.tensor(1e-5))
 
 
-def test_rule8_partial_sums_between_chunks_are_fp64() -> None:
+def test_rule08_partial_sums_between_chunks_are_fp64() -> None:
     """Chunks of weight 1 and 2^-20 in turn: fp32 between chunks would lose the small ones."""
     chunks = 400
     bias = torch.zeros(chunks, CHUNK)

@@ -67,7 +67,7 @@ def staged(inputs: Any, method: str, samples: int, **address: int) -> dict[str, 
     ],
     ids=str,
 )
-def test_fused_equals_staged_bit_for_bit(level: str, method: str, case: Case) -> None:
+def test_rule29_fused_equals_staged_bit_for_bit(level: str, method: str, case: Case) -> None:
     OPS.set_cpu_level(level)
     inputs = case.inputs()
     expected = staged(inputs, method, 24, seed=5, layer=3, head_offset=2)
@@ -78,13 +78,34 @@ def test_fused_equals_staged_bit_for_bit(level: str, method: str, case: Case) ->
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("method", DRAWING)
-def test_fused_equals_staged_in_16_bits(method: str, dtype: torch.dtype) -> None:
+def test_rule29_fused_equals_staged_in_16_bits(method: str, dtype: torch.dtype) -> None:
     inputs = Case(dtype=dtype, rows=1000).inputs()
     expected = staged(inputs, method, 24, seed=5, layer=3)
     assert_equal("out", decode(inputs, method).out, expected["out"].to(dtype))
 
 
 # ---- rules 25 and 37: threads, runs, batch composition, capacity ---------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rule37_flushing_denormals_changes_no_bit(
+    level: str, method: str, dtype: torch.dtype
+) -> None:
+    """torch.set_flush_denormal reaches the calling thread, and none of those that help it."""
+    inputs = Case(batch=2, kv_heads=2, rows=3000, dtype=dtype, value_dim=33).inputs()
+    tiny = 40 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # subnormal
+    small = tiny if dtype == torch.float16 else 1.0  # others have no scale that would undo it
+    inputs = inputs._replace(q=(inputs.q * small).to(dtype), v=(inputs.v * tiny).to(dtype))
+    expected = decode(inputs, method, scale=0.02 / small)
+    assert expected.out.count_nonzero() > expected.out.numel() / 2
+    assert torch.set_flush_denormal(True)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert_same(decode(inputs, method, scale=0.02 / small), expected)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize("method", METHODS)
