@@ -15,6 +15,7 @@ import site
 import subprocess
 import sysconfig
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 MINIMUM_TORCH = (2, 11)
@@ -38,6 +39,17 @@ class Torch:
     def supported(self) -> bool:
         """Whether this torch has the stable ABI that the sources are written for."""
         return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2]) >= MINIMUM_TORCH
+
+    @property
+    def installed_as(self) -> str:
+        """Version that pip knows this torch by, which a constraint must name.
+
+        The wheels of an index carry no local part (2.13.0) where ``version.py`` has one
+        (2.13.0+cu130): a constraint on the latter is met by nothing, and pip then goes back to
+        releases of other packages so old that they do not ask for torch.
+        """
+        known = metadata.distributions(name="torch", path=[str(self.root.parent)])
+        return next((found.version for found in known), self.version)
 
     @property
     def kind(self) -> str:
@@ -270,7 +282,8 @@ def jobs(bytes_per_job: int) -> int:
 def main() -> None:
     """Check what must be there before anything is downloaded; say whether torch is.
 
-    Used by ``scripts/setup.sh``; prints the version of the torch in range, or nothing.
+    Used by ``scripts/setup.sh``; prints the version that pip knows the torch in range by, or
+    nothing.
     """
     try:
         python_includes()
@@ -278,7 +291,7 @@ def main() -> None:
     except BuildError as error:
         raise SystemExit(f"error: {error}") from None
     torch = find_torch()
-    print(torch.version if torch else "")
+    print(torch.installed_as if torch else "")
 
 
 if __name__ == "__main__":

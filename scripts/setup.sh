@@ -65,7 +65,7 @@ fi
 torch=$("$python" -m build_tools.environment)
 
 # What pip has been asked for so far. An interpreter that is not ours may have changed since: ask again.
-wanted="$(cat requirements/*.txt | cksum) torch $torch"
+wanted="$(cat requirements/*.txt scripts/setup.sh | cksum) torch $torch"
 installed() {
     [ -z "${SANTA_PYTHON:-}" ] && [ "$(cat ".venv/.installed-$1" 2>/dev/null)" = "$wanted" ]
 }

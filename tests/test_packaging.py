@@ -177,6 +177,24 @@ def test_rule47_isolated_build_uses_the_torch_of_its_environment(
     assert not any("torch" in line for line in backend.get_requires_for_build_wheel())
 
 
+def test_the_constraint_names_torch_as_pip_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wheels of an index have no local version, though their version.py may."""
+    (tmp_path / "torch/include/torch").mkdir(parents=True)
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.13.0+cu130'\ncuda = '13.0'\n")
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment, "_site_folders", lambda: [tmp_path])
+    environment.main()
+    assert capsys.readouterr().out == "2.13.0+cu130\n"  # pip does not know it
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
+    )
+    environment.main()
+    assert capsys.readouterr().out == "2.13.0\n"
+
+
 def test_rule47_an_older_torch_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
