@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import tiny_llama
+import torch
+import transformers
+from tiny_models import TINY, build, tiny_llama, tokens
+from transformers.cache_utils import Cache
 
-from santa_torch.demo import main
+from santa_torch import SantaConfig
+from santa_torch.demo import main, measure
 from santa_torch.demo import options as options_module
+from santa_torch.demo import run as run_module
 from santa_torch.demo.options import parse
 
 TEXT = "The quick brown fox jumps over the lazy dog and then it sleeps. " * 40
@@ -88,6 +95,121 @@ def test_sixteen_bits_stand_beside_their_floor(
     out = capsys.readouterr().out
     assert "TVD bfloat16" in out
     assert "a floor under every figure" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_those_of_from_pretrained(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    run_module.cast(model, dtype)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert model.dtype == dtype
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    for tensors in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(m, tensors)()) for m in (model, wanted))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert tensor.dtype == theirs[name].dtype, name
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def test_sliding_models_beyond_the_window(tiny: Path, tmp_path: Path, arguments: list[str]) -> None:
+    folder = tmp_path / "sliding"
+    shutil.copytree(tiny, folder)
+    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    settings = {**TINY, "vocab_size": vocabulary, "sliding_window": 32}
+    model = build(transformers.MistralForCausalLM, transformers.MistralConfig(**settings))
+    model.save_pretrained(folder)
+    assert main([*arguments, "--model", str(folder)]) == 0
+    results = json.loads((tmp_path / "demo.json").read_text())
+    sdpa, dense, _ = results["contenders"]
+    assert dense["tvd"]["float32"] < 1e-5
+    assert dense["generated"] == sdpa["generated"]
+    assert results["memory"]["cache"] == 3 * 2 * 32 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_runs_start_from_the_same_rows_and_keep_one_cache_each(window: int | None) -> None:
+    if window is None:
+        model = tiny_llama()
+    else:
+        config = transformers.MistralConfig(**TINY, sliding_window=window)
+        model = build(transformers.MistralForCausalLM, config)
+    contenders = [
+        measure.Contender("sdpa", "", None),
+        measure.Contender("santa", "", SantaConfig(samples=4)),
+    ]
+    before = {id(cache) for cache in _caches()}
+    bench = measure.Bench(model, tokens(1, 90), 80, contenders)
+    bench.prefill(lambda done: None)
+    assert len([cache for cache in _caches() if id(cache) not in before]) == 2
+    bench.teacher_force(lambda done: None)
+    first = [(dict(c.tvd), bench._caches[c.key].get_seq_length()) for c in contenders]
+    bench.generate(lambda done: None)
+    bench.teacher_force(lambda done: None)
+    assert first == [(c.tvd, 80) for c in contenders]
+
+
+def _caches() -> list[Any]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Cache)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+        MemoryError(),
+    ],
+)
+def test_too_little_memory_is_one_line(
+    arguments: list[str],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*anything: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(measure.Bench, "teacher_force", fail)
+    assert main(arguments) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("demo: error: not enough memory for 200 tokens of context on cpu")
+
+
+def test_other_errors_keep_their_traceback(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*anything: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(measure.Bench, "teacher_force", fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main(arguments)
+
+
+def test_models_that_santa_torch_refuses_are_one_line(
+    tiny: Path, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "capped"
+    shutil.copytree(tiny, folder)
+    settings = json.loads((tiny / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert main([*arguments, "--model", str(folder)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("demo: error: argument --model: attn_logit_softcapping=50.0")
+
+
+def test_the_memory_that_it_takes_is_said(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    memory = json.loads((tmp_path / "demo.json").read_text())["memory"]
+    assert memory["caches"] == 3
+    assert memory["cache"] == 206 * 3 * 2 * 2 * 16 * 4
+    assert "memory    about 0.00 GB: weights" in capsys.readouterr().out
 
 
 def test_seeds_reproduce(arguments: list[str], tmp_path: Path) -> None:
@@ -190,6 +312,7 @@ def test_help_needs_no_torch() -> None:
     )
     for option in ("model", "context", "samples", "method", "dtype", "device", "tokens", "out"):
         assert f"--{option}" in done.stdout
+    assert "weights in float32 and one float32 KV cache" in " ".join(done.stdout.split())
 
 
 @pytest.mark.skipif(

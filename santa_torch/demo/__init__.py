@@ -26,8 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit code: 0, or 2 where the options ask for something that is not there (said in one line
-        on standard error).
+        Exit code: 0, or 2 where the options ask for something that is not there, memory included
+        (said in one line on standard error).
     """
     options = parse(sys.argv[1:] if argv is None else argv)
     try:

@@ -1,6 +1,8 @@
 """The runs: prefill once, then decode with each contender from the same rows.
 
-Contenders take turns step by step, so that a busy machine slows all of them alike.
+Contenders take turns step by step, so that a busy machine slows all of them alike. Each needs a
+cache of its own for that, and there are no others: after a run they return to the end of the
+context instead of being copied from it.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ class Bench:
         self.contenders, self.patience = contenders, patience
         self.dtype = str(model.dtype).removeprefix("torch.")
         self._caches: dict[str, Any] = {}
+        self._marks: dict[str, list[dict[str, Any] | None]] = {}
         parameters = inspect.signature(model.forward).parameters
         # transformers 5 renamed the argument and warns about the old name.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -97,15 +100,17 @@ class Bench:
 
     @torch.inference_mode()
     def prefill(self, progress: Progress) -> None:
-        """Read the context once, in chunks and with exact attention, and hand a copy to each."""
+        """Read the context once, in chunks and with exact attention; a cache for each contender."""
         cache = hf.SantaCache(self.model.config, reserve=self.tokens.shape[1])
         for start in range(0, self.context, CHUNK):
             end = min(start + CHUNK, self.context)
             self._first = self._forward(self.tokens[:, start:end], cache)
             progress(end)
-        for contender in self.contenders:
+        for contender in self.contenders[:-1]:
             own = copy.deepcopy(cache) if contender.config else self._dynamic(cache)
             self._caches[contender.key] = own
+        self._caches[self.contenders[-1].key] = cache  # not copied: it would be one too many
+        self._marks = {key: _mark(own) for key, own in self._caches.items()}
 
     @torch.inference_mode()
     def teacher_force(self, progress: Progress) -> None:
@@ -185,15 +190,34 @@ class Bench:
         traffic[contender.key][1] += seen.bytes_total
 
     def _dynamic(self, filled: Any) -> DynamicCache:
+        """A DynamicCache with the rows of a SantaCache."""
         cache = DynamicCache(config=self.model.config)
-        for index, layer in enumerate(filled.layers):
-            cache.update(layer.keys, layer.values, index)
+        layers: list[Any] = cache.layers
+        for own, layer in zip(layers, filled.layers, strict=True):
+            if layer.is_sliding:  # the same class, and its rows are never written in place
+                vars(own).update(vars(layer))
+            else:
+                own.update(layer.keys, layer.values)
         return cache
 
     def _rewind(self, steps: int) -> None:
-        for cache in self._caches.values():
-            cache.crop(-steps)
+        """Return to the end of the context, ``steps`` tokens back."""
+        for key, cache in self._caches.items():
+            for layer, mark in zip(cache.layers, self._marks[key], strict=True):
+                if mark is None:
+                    layer.crop(-steps)
+                else:
+                    vars(layer).update(mark)
 
     def _synchronise(self) -> None:
         if self.tokens.device.type == "cuda":
             torch.cuda.synchronize(self.tokens.device)
+
+
+def _mark(cache: Any) -> list[dict[str, Any] | None]:
+    """What it takes to bring each layer back to where it is now.
+
+    Full layers drop their last rows. Sliding ones have dropped their first rows by then, so their
+    state is kept; as they replace their rows rather than write to them, that copies nothing.
+    """
+    return [dict(vars(layer)) if layer.is_sliding else None for layer in cache.layers]

@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         "python -m santa_torch demo",
         description="Let a Llama-like model continue a long text with exact and with sampled "
         "attention; compare text, speed, bytes of the KV cache read, and next-token probabilities.",
+        epilog="Memory: the weights in float32 and one float32 KV cache for each line of the "
+        "table, three in all; the heading of a run says how much that is. --dtype bfloat16 and "
+        "float16 need the same, because the probabilities are compared in float32 first; then the "
+        "weights are rounded in place, and the caches take half.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -95,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=DTYPES,
         default=DTYPES[0],
-        help="of the timed model; probabilities are compared in float32 in any case",
+        help="of the timed model; probabilities are compared in float32 in any case, "
+        "and in this dtype too",
     )
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--out", type=Path, metavar="DIR", default=Path("out/demo"), help="for PNG and JSON")

@@ -24,8 +24,7 @@ def plot(results: dict[str, Any], path: Path) -> bool:
     names = [row["label"].replace(", ", "\n") for row in rows]
     _bars(left, names, [row["bytes"] / 1e6 for row in rows], "KV bytes read per token [MB]")
     _bars(middle, names, [row["ms_per_token"] for row in rows], "time per token [ms, median]")
-    for axes in (middle,):
-        axes.set_yticklabels([])
+    middle.set_yticklabels([])
     for row, colour in list(zip(rows, _COLOURS, strict=False))[1:]:
         for dtype, style in zip(row["tvd_steps"], ("-", ":"), strict=False):
             steps = row["tvd_steps"][dtype]

@@ -58,7 +58,9 @@ def collect(facts: dict[str, Any], contenders: list[Contender], tokenizer: Any) 
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """Say what is about to be compared."""
+    """Say what is about to be compared, and what it takes."""
+    memory = facts["memory"]
+    needed = memory["weights"] + memory["caches"] * memory["cache"]
     sampling = f"{facts['method']}, S = {facts['samples']}, seed {facts['seed']}"
     if facts["method"] == "dense":
         sampling = "none (dense)"
@@ -71,6 +73,8 @@ def heading(facts: dict[str, Any]) -> str:
             f"torch {facts['torch']}, transformers {facts['transformers']}",
             f"text      {facts['context']} tokens of {facts['text']}, then {facts['tokens']} more",
             f"sampling  {sampling}",
+            f"memory    about {needed / 1e9:.2f} GB: weights {memory['weights'] / 1e9:.2f} GB and "
+            f"{memory['caches']} caches of {memory['cache'] / 1e9:.2f} GB, in float32",
             "",
         )
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from santa_torch import hf
 from santa_torch.config import SantaConfig
 from santa_torch.demo import report
 from santa_torch.demo.measure import Bench, Contender
@@ -27,11 +28,25 @@ def run(options: Options) -> dict[str, Any]:
     """
     started = time.perf_counter()
     _make_directory(options)
+    try:
+        return _run(options, started)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_about_memory(error):
+            raise
+        raise DemoError(
+            f"not enough memory for {options.context} tokens of context on {options.device}; try "
+            "fewer (--context) or a smaller --model"
+        ) from None
+
+
+def _run(options: Options, started: float) -> dict[str, Any]:
     with status(f"loading {options.model or 'SmolLM2-135M-Instruct'}"):
         subject = load(options)
+    _check_supported(subject)
     facts = _facts(options, subject)
-    print(report.heading(facts), flush=True)
     contenders = _contenders(options)
+    facts["memory"] = _memory(subject, contenders, facts)
+    print(report.heading(facts), flush=True)
 
     # Probabilities first, in float32: 16 bits alone move them by more than good sampling does.
     bench = _prefilled(subject, options, contenders)
@@ -39,7 +54,7 @@ def run(options: Options) -> dict[str, Any]:
         bench.teacher_force(progress)
     if options.dtype != "float32":
         del bench  # its caches
-        subject.model.to(getattr(torch, options.dtype))
+        cast(subject.model, getattr(torch, options.dtype))
         bench = _prefilled(subject, options, contenders)
         with bar(f"comparing probabilities ({options.dtype})", bench.steps, "tokens") as progress:
             bench.teacher_force(progress)
@@ -52,6 +67,54 @@ def run(options: Options) -> dict[str, Any]:
     for path in report.write(results, options.out):
         print(f"wrote {path}")
     return results
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Round the weights in place to what ``from_pretrained(dtype=dtype)`` gives.
+
+    That leaves alone the buffers which are computed rather than saved, such as the frequencies of
+    rotary embeddings, and the modules that a model keeps in float32. ``model.to`` rounds them all.
+    """
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not kept & set(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    """Whether torch, on the CPU or a GPU, or Python ran out of memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return "out of memory" in text or "can't allocate memory" in text or "bad_alloc" in text
+
+
+def _check_supported(subject: Subject) -> None:
+    """Refuse models that santa_torch refuses before time is spent on them."""
+    try:
+        hf.SantaCache(subject.model.config)
+        with hf.use(subject.model):
+            pass
+    except ValueError as error:
+        raise DemoError(f"argument --model: {str(error).removeprefix('model: ')}") from None
+
+
+def _memory(subject: Subject, contenders: list[Contender], facts: dict[str, Any]) -> dict[str, int]:
+    """Bytes at the peak: float32 weights, and a float32 cache for each contender."""
+    weights = sum(weight.numel() for weight in subject.model.parameters())  # tied ones once
+    length = subject.tokens.shape[1]
+    layers: list[Any] = hf.SantaCache(subject.model.config).layers
+    rows = sum(
+        min(length, layer.sliding_window) if layer.is_sliding else length for layer in layers
+    )
+    return {
+        "weights": weights * 4,
+        "cache": rows * 2 * facts["kv_heads"] * facts["head_dim"] * 4,
+        "caches": len(contenders),
+    }
 
 
 def _make_directory(options: Options) -> None:
