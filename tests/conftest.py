@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,14 @@ def one_thread() -> None:
 def root() -> Path:
     """Folder of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The tiny Llama of ``tiny_models``, one for each file; only files that use it need it."""
+    from tiny_models import tiny_llama
+
+    return tiny_llama()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from tiny_models import (
+    DENSE,
+    SAMPLED,
     TINY,
     VOCABULARY,
     build,
@@ -23,18 +25,6 @@ from tiny_models import (
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from santa_torch import SantaConfig, hf
-
-DENSE = SantaConfig("dense")
-SAMPLED = SantaConfig("shared", samples=4, seed=5)
-
-# Renamed arguments still work; their warnings are not ours to fix.
-pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return tiny_llama()
-
 
 # --- rule 42: what cannot be honoured -----------------------------------------------------------
 
@@ -222,6 +212,25 @@ def test_rule43_a_class_that_ignores_the_request_is_refused(
         hf.enable(model, SAMPLED)
     assert implementation(model) == "sdpa"
     assert not hasattr(model.model.layers[0].self_attn, "santa_binding")
+
+
+def test_rule43_an_unreadable_mesh_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> None:
+    class Mesh:
+        mesh_dim_names = None
+
+        def get_local_rank(self) -> int:
+            raise RuntimeError("no process group")
+
+    before = getattr(model, "_device_mesh", None)
+    model._device_mesh = Mesh()
+    try:
+        with pytest.raises(RuntimeError, match="no process group"):
+            hf.enable(model, SAMPLED)
+    finally:
+        model._device_mesh = before
+    assert implementation(model) == "sdpa"
+    with pytest.raises(ValueError, match="is not enabled"):
+        hf.disable(model)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from santa_torch import SantaConfig
+
 VOCABULARY = 97
+
+# Exact attention through the operator, and so few samples that their noise shows.
+DENSE = SantaConfig("dense")
+SAMPLED = SantaConfig("shared", samples=4, seed=5)
 
 TINY = {
     "vocab_size": VOCABULARY,

@@ -165,8 +165,10 @@ def _row_seeds(
     """Seed of each row, int64 ``[1]`` or ``[B]`` on the device of ``query``.
 
     Row 0 has the model's seed, so that a batch of one draws what it draws alone. Beams of one
-    prompt share it (common random numbers compare them fairly): a SantaCache that has been
-    reordered says so.
+    prompt share it, since common random numbers compare them fairly. Only the cache knows about
+    beams, and it does not know whose they are: right after a SantaCache has been reordered, all
+    rows of the batch share one seed, beams of different prompts too. Each estimate stays unbiased;
+    those of different prompts are then not independent of each other.
     """
     seed: torch.Tensor = getattr(module, SEED)
     if seed.device != query.device:  # weights moved by offloading hooks

@@ -57,7 +57,10 @@ def enable(
     shared_rows : bool
         Whether all rows of a batch draw with the seed itself. By default row 0 does and each
         further row has a seed derived from it, so that ``num_return_sequences`` gives independent
-        estimates. Beams share the seed either way when they live in a ``SantaCache``.
+        estimates. In beam search with a ``SantaCache`` all rows share the seed either way, the
+        beams of different prompts in one batch too: common random numbers compare beams fairly,
+        and the cache cannot tell whose beams they are. Sliding-window layers, and other caches,
+        do not tell that there are beams at all.
 
     Raises
     ------
@@ -74,10 +77,10 @@ def enable(
     text_config = model.config.get_text_config(decoder=True)
     modules = _attention_modules(model, text_config)
     _check_supported(model, text_config, modules, config)
+    rank = _tensor_parallel_rank(model)  # may fail, so before anything is switched
 
     implementation = _switch_implementation(model, text_config)
     model.__dict__[_SWITCH] = _Switch(config, shared_rows, text_config, implementation)
-    rank = _tensor_parallel_rank(model)
     for module in modules:
         _bind(module, config, shared_rows, rank)
 
