@@ -10,21 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import TINY, generate, prompt_and_cache, tiny_llama, tokens, with_cache
+from tiny_models import TINY, generate, prompt_and_cache, tokens, with_cache
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from santa_torch import SantaConfig, hf
 from santa_torch.hf.cache import SantaLayer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
 CONFIG = LlamaConfig(**TINY)
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return tiny_llama()
 
 
 def rows(count: int, batch: int = 2, seed: int = 0, **options: Any) -> tuple[Any, Any]:
@@ -103,11 +96,13 @@ def test_bytes_used_and_reserved(model: LlamaForCausalLM) -> None:
     row = 3 * 2 * 2 * 2 * 16 * 4  # layers, K and V, batch, KV heads, D, float32
     assert cache.nbytes == 40 * row
     assert cache.nbytes_reserved == 256 * row
+    assert [layer.nbytes for layer in cache.layers] == [40 * row / 3] * 3
+    assert [layer.nbytes_reserved for layer in cache.layers] == [256 * row / 3] * 3
     assert "40 rows" in repr(cache)
     assert str(cache.nbytes) in repr(cache)
 
 
-def test_rule1_spare_rows_are_never_read(model: LlamaForCausalLM) -> None:
+def test_rule01_spare_rows_are_never_read(model: LlamaForCausalLM) -> None:
     token, cache = prompt_and_cache(model, 40, cache=hf.SantaCache(model.config))
     with torch.no_grad(), hf.use(model, SantaConfig(samples=8)):
         clean = model(token, **with_cache(model, cache)).logits
@@ -188,11 +183,15 @@ def test_batch_changes_equal_those_of_a_dynamic_cache(method: str, argument: Any
 def test_reset_keeps_the_memory_and_takes_another_batch() -> None:
     layer, _ = pair(10)
     layer.reorder_cache(torch.tensor([0, 1]))
+    layer.update(*rows(1))
+    assert layer.has_beams
+    layer.reorder_cache(torch.tensor([0, 1]))
     address = layer.keys.data_ptr()
     layer.reset()
     assert layer.get_seq_length() == 0
     assert not layer.has_beams
     layer.update(*rows(3))
+    assert not layer.has_beams
     assert layer.keys.data_ptr() == address
     layer.reset()
     layer.update(*rows(3, batch=5))

@@ -42,10 +42,11 @@ class SantaLayer(DynamicLayer):
     keys, values : Tensor
         Views ``[B, Hkv, length, D]`` and ``[B, Hkv, length, Dv]`` of the rows in use. To be read,
         not replaced.
-    length, capacity : int
-        Rows in use and rows that fit without growing.
+    length : int
+        Rows in use.
     has_beams : bool
-        Whether the batch rows have been reordered, which only beam search does.
+        Whether the batch rows were reordered right before the last append. Beam search does that
+        before every decoding step, so any other use of the same cache is told from it.
     """
 
     _layer_type = None  # or transformers would use this class in its own caches
@@ -54,8 +55,8 @@ class SantaLayer(DynamicLayer):
         super().__init__()
         self.reserve = reserve
         self.length = 0
-        self.capacity = 0
         self.has_beams = False
+        self._reordered = False
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -98,8 +99,11 @@ class SantaLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         end = self.length + key_states.shape[2]
-        if self._buffers is None or end > self.capacity:
+        if self._buffers is None:
+            self._allocate(self._capacity_for(end), key_states, value_states)
+        elif end > self.capacity:
             self._grow(end, key_states, value_states)
+        self.has_beams, self._reordered = self._reordered, False
         for buffer, rows in zip(self._room(), (key_states, value_states), strict=True):
             buffer[:, :, self.length : end].copy_(rows.detach())
         self._set_length(end)
@@ -134,13 +138,13 @@ class SantaLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all rows and keep the memory."""
-        self.has_beams = False
+        self.has_beams = self._reordered = False
         if self._buffers is not None:
             self._set_length(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b of the batch becomes a copy of row ``beam_idx[b]``, int64 ``[B]``."""
-        self.has_beams = True
+        self._reordered = True
         self._rebatch(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -158,11 +162,19 @@ class SantaLayer(DynamicLayer):
     prefetch = offload
 
     @property
-    def nbytes(self) -> tuple[int, int]:
-        """Bytes of the rows in use, and bytes allocated."""
-        if self._buffers is None or self._views is None:
-            return 0, 0
-        return sum(view.nbytes for view in self._views), sum(b.nbytes for b in self._buffers)
+    def capacity(self) -> int:
+        """Rows that fit without growing."""
+        return 0 if self._buffers is None else self._buffers[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values in use."""
+        return sum(view.nbytes for view in self._views or ())
+
+    @property
+    def nbytes_reserved(self) -> int:
+        """Bytes allocated, spare rows included."""
+        return sum(buffer.nbytes for buffer in self._buffers or ())
 
     def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._buffers is not None
@@ -174,10 +186,16 @@ class SantaLayer(DynamicLayer):
         self._views = keys[:, :, :length], values[:, :, :length]
         self.keys, self.values = self._views
 
+    # Graphs that replace their own buffers meet assertions inside of torch's tracer, so growing
+    # stays outside of them.
+    @torch.compiler.disable(reason="a SantaCache grows outside of graphs; give it reserve=")
     def _grow(self, needed: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Move to buffers of at least ``needed`` rows, shaped like the new rows otherwise."""
+        self._allocate(self._capacity_for(needed), key_states, value_states)
+
+    def _capacity_for(self, needed: int) -> int:
         wanted = max(needed, self.reserve, self.capacity + self.capacity // 2)
-        self._allocate(-(-wanted // _GRANULE) * _GRANULE, key_states, value_states)
+        return -(-wanted // _GRANULE) * _GRANULE
 
     def _rebatch(self, select: Any) -> None:
         """Replace the batch rows by ``select`` of them."""
@@ -197,11 +215,13 @@ class SantaLayer(DynamicLayer):
             # Tensors made in inference mode could not be appended to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 buffer = like.new_empty(batch, heads, capacity, dim)
+            # One set of graphs for each capacity: torch's tracer fails on aliased inputs of an
+            # unknown size.
+            torch._dynamo.mark_static(buffer, 2)
             if self.length and self._views is not None:
                 buffer[:, :, : self.length].copy_(self._views[index])
             buffers.append(buffer)
         self._buffers = buffers[0], buffers[1]
-        self.capacity = capacity
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._check_untouched()
@@ -227,7 +247,7 @@ class SantaLayer(DynamicLayer):
                 f"{key_states.device} do not fit the cache of {tuple(self._room()[0].shape)} "
                 f"{self._room()[0].dtype} on {self._room()[0].device}; reset() it or use a new one"
             )
-        self._buffers, self._views, self.capacity = None, None, 0
+        self._buffers, self._views = None, None
 
     def _check_untouched(self) -> None:
         if self._views is not None and (
@@ -244,6 +264,12 @@ class SantaCache(Cache):
 
     For inference: a backward pass through it raises. Sliding-window layers keep transformers' own
     ``DynamicSlidingWindowLayer``, whose rows are bounded by the window.
+
+    Under ``torch.compile`` give ``reserve``: steps then compile twice for a capacity, for the first
+    length and for all others (once more for a buffer that is full to the last row). Growing beyond
+    the reserve happens outside of graphs. Without ``fullgraph=True`` the results stay the same, but
+    torch compiles anew and may give up and run eagerly; with it, torch raises and names
+    ``reserve``.
 
     Parameters
     ----------
@@ -288,12 +314,15 @@ class SantaCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values in use."""
-        return sum(used for used, _ in map(_layer_bytes, self.layers))
+        return sum(map(_bytes_in_use, self.layers))
 
     @property
     def nbytes_reserved(self) -> int:
         """Bytes allocated, spare rows included."""
-        return sum(reserved for _, reserved in map(_layer_bytes, self.layers))
+        return sum(
+            layer.nbytes_reserved if isinstance(layer, SantaLayer) else _bytes_in_use(layer)
+            for layer in self.layers
+        )
 
     def __repr__(self) -> str:
         return (
@@ -324,9 +353,7 @@ def _make_layers(model_config: PretrainedConfig, reserve: int) -> list[Any]:
     return layers
 
 
-def _layer_bytes(layer: Any) -> tuple[int, int]:
+def _bytes_in_use(layer: Any) -> int:
     if isinstance(layer, SantaLayer):
         return layer.nbytes
-    tensors = [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
-    held = sum(tensor.nbytes for tensor in tensors)
-    return held, held
+    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
