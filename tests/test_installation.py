@@ -21,6 +21,9 @@ pytestmark = pytest.mark.long
 # The newest torch with CUDA that is tested; the operators are built for 2.11 and later ones.
 CUDA_TORCH = "2.14.1"
 
+# The last patch of the oldest minor version that santa_torch.hf accepts.
+OLDEST_TRANSFORMERS = "4.57.3"
+
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -165,6 +168,26 @@ def test_setup_with_santa_python(plain: Path, tmp_path: Path) -> None:
     assert run(plain, "-c", code).stdout == before
     assert not (clone / ".venv").exists()
     assert list((clone / "santa_torch").glob("_ops.so"))
+
+
+def test_rule46_the_oldest_transformers(tmp_path: Path) -> None:
+    """The adapter on the oldest version in range; every other test runs on the newest one."""
+    torch = (ROOT / "requirements/torch.txt").read_text().split("\n")[-2]
+    interpreter = make_venv(
+        tmp_path / "venv", torch, "numpy", "pytest", f"transformers=={OLDEST_TRANSFORMERS}"
+    )
+    files = [ROOT / f"tests/test_{name}.py" for name in ("hf", "hf_switch", "cache", "config")]
+    # The operators are those that were built here: what is tested is Python.
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    version = run(interpreter, "-c", "import transformers; print(transformers.__version__)")
+    assert version.stdout.strip() == OLDEST_TRANSFORMERS
+    output = run(
+        *(interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files),
+        cwd=ROOT,
+        **environment,
+    ).stdout
+    assert re.search(r"\d{3} passed", output), output[-2000:]
+    assert "failed" not in output
 
 
 @pytest.mark.parametrize(
