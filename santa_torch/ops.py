@@ -6,6 +6,7 @@ them too. What is done here is what a graph must not contain: Python numbers bec
 
 from __future__ import annotations
 
+import numbers
 import operator
 from typing import Any, NamedTuple
 
@@ -162,19 +163,29 @@ def decode(
             raise ValueError(f"decode: samples must be given for method {method!r}, got None")
         samples = 1
     _require_kernels(q=q, k=k, v=v)
+    if not isinstance(method, str):
+        raise ValueError(f"method must be a string, got {method!r}")
+    if scale is not None and not isinstance(scale, (float, int)):
+        if not isinstance(scale, numbers.Real):
+            raise ValueError(f"scale must be a number or None, got {scale!r}")
+        scale = float(scale)  # numpy's
+    if seq_lens is not None:
+        _require_kernels(seq_lens=seq_lens)
+    if mask is not None:
+        _require_kernels(mask=mask)
     out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
         q.detach(),
         k.detach(),
         v.detach(),
-        samples=samples,
+        samples=_integer("samples", samples),
         method=method,
         scale=scale,
         mask=mask,
         seq_lens=seq_lens,
         seed=_as_tensor("seed", seed, q.device),
         position=None if position is None else _as_tensor("position", position, q.device),
-        layer=layer,
-        head_offset=head_offset,
+        layer=_integer("layer", layer),
+        head_offset=_integer("head_offset", head_offset),
         return_stats=return_stats,
     )
     out, lse = inference_only(out, q, k, v), inference_only(lse, q, k, v)
@@ -316,17 +327,22 @@ def gather(
     return inference_only(out, coefficients, v)
 
 
+def _integer(name: str, value: Any) -> int:
+    """An integer argument; the dispatcher would answer other types with a page about schemas."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not _INT64_MIN <= number <= _INT64_MAX:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}")
+    return number
+
+
 def _as_tensor(name: str, value: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     """An int64 tensor ``[1]`` from an integer; a tensor as it is (the operator checks it)."""
     if isinstance(value, torch.Tensor):
         return value.reshape(1) if value.ndim == 0 else value
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an int or an int64 tensor, got {value!r}") from None
-    if not _INT64_MIN <= number <= _INT64_MAX:
-        raise ValueError(f"{name} must fit in 64 signed bits, got {number}")
-    return torch.full((1,), number, dtype=torch.int64, device=device)
+    return torch.full((1,), _integer(name, value), dtype=torch.int64, device=device)
 
 
 def _refuse_later_arguments(**arguments: Any) -> None:
@@ -341,7 +357,11 @@ def _require_kernels(**tensors: Any) -> None:
     """Tensors on a device with kernels; the dispatcher would print a page where there are none."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise ValueError(
+                f"{name} must be a torch.Tensor, got {type(tensor).__name__} {tensor!r:.60}"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be a strided tensor, got {tensor.layout}")
         if tensor.device.type not in ("cpu", "meta"):
             raise NotImplementedError(
                 f"{name}: santa_torch has no kernels for device {str(tensor.device)!r} in this "
