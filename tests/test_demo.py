@@ -334,3 +334,26 @@ def test_the_packaged_model(tmp_path: Path) -> None:
     assert santa["tvd"]["float32"] < 0.06
     assert santa["bytes_fraction"] < 0.75
     assert "de-quantizing" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that takes no files")
+def test_an_unwritable_folder_is_told_before_the_runs(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--out", "/proc"]) == 2
+    errors = capsys.readouterr().err
+    assert "--out" in errors
+    assert "/proc" in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_missing_package_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "santa_torch.demo.run", raising=False)
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert "transformers" in errors
+    assert "[demo]" in errors
+    assert errors.count("\n") == 1

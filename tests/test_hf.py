@@ -54,6 +54,25 @@ def test_dense_logits_equal_sdpa(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, exact, rtol=tolerance, atol=tolerance)
 
 
+def test_autocast(calls: list[dict[str, Any]]) -> None:
+    """Under autocast, rotated queries and keys are float32 and values bfloat16."""
+    model = tiny_llama()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        exact = last_logits(model, batch=2)
+        with hf.use(model, DENSE):
+            ours = last_logits(model, batch=2)
+    assert calls
+    torch.testing.assert_close(ours, exact, rtol=3e-2, atol=3e-2)
+
+
+def test_missing_positions_are_told_before_a_long_prefill() -> None:
+    model = tiny_llama()
+    attention = model.model.layers[0].self_attn
+    q, kv = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
+    with hf.use(model, SAMPLED), pytest.raises(ValueError, match="position_ids=None"):
+        hf.attention.attention_forward(attention, q, kv, kv, None, scaling=0.25)
+
+
 def test_greedy_generation_equals_sdpa(model: LlamaForCausalLM) -> None:
     ids = tokens(2, 33)
     exact = generate(model, ids)

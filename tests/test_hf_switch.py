@@ -195,6 +195,16 @@ def test_rule43_the_name_without_settings_raises() -> None:
         model(tokens(1, 5))
 
 
+def test_rule43_models_without_attention_are_refused() -> None:
+    """Mamba's mixers have a layer index and a configuration, as attention has."""
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)
+    mamba = transformers.MambaForCausalLM(config)
+    before = mamba.config._attn_implementation
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        hf.enable(mamba)
+    assert mamba.config._attn_implementation == before
+
+
 def test_rule43_the_configuration_is_read_back() -> None:
     config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
     bloom = transformers.BloomForCausalLM(config)

@@ -31,8 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     options = parse(sys.argv[1:] if argv is None else argv)
     try:
-        from santa_torch.demo.run import run
-
+        try:
+            from santa_torch.demo.run import run
+        except ImportError as error:
+            raise DemoError(f"{error} (pip install 'santa-torch[demo]' brings it along)") from error
         run(options)
     except DemoError as error:
         print(f"demo: error: {error}", file=sys.stderr)

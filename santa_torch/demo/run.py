@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import tempfile
 import time
 from typing import Any
 
@@ -120,6 +121,8 @@ def _memory(subject: Subject, contenders: list[Contender], facts: dict[str, Any]
 def _make_directory(options: Options) -> None:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):
+            pass  # it can be written to: said now rather than after the runs
     except OSError as error:
         raise DemoError(f"argument --out: {str(options.out)!r}: {error.strerror}") from None
 

@@ -117,6 +117,8 @@ def attention_forward(
     if binding is None or query.shape[2] != 1 or not binding.config.selects(binding.layer):
         if binding is not None and binding.traffic is not None:
             binding.traffic.add_exact(query, key, value)
+        if binding is not None and binding.config.selects(binding.layer):
+            _positions(kwargs, query.device)  # what decoding will need: said before a long prefill
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -138,6 +140,12 @@ def _decode(
 ) -> torch.Tensor:
     """One query row per sequence, ``[B, Hq, 1, D]`` -> ``[B, Hq, Dv]``."""
     config = binding.config
+    if torch.is_autocast_enabled(query.device.type):
+        # SDPA is on autocast's list of functions whose inputs are cast; rotated queries and keys
+        # come in float32 next to values in 16 bits.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, value = query.to(dtype), value.to(dtype)
+        key = _keep_layer(key, key.to(dtype))
     result = ops.decode(
         query[:, :, 0],
         key,
@@ -157,6 +165,13 @@ def _decode(
     if binding.traffic is not None and result.stats is not None:
         binding.traffic.add(result.stats)
     return result.out
+
+
+def _keep_layer(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """``new`` with the cache layer that ``old`` carries."""
+    if new is not old and hasattr(old, "santa_layer"):
+        new.santa_layer = old.santa_layer  # type: ignore[attr-defined]
+    return new
 
 
 def _row_seeds(

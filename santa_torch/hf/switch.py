@@ -45,7 +45,8 @@ def enable(
     """Answer the decoding forwards of ``model`` with sampled attention, until ``disable``.
 
     Enabling an enabled model changes its settings; ``disable`` still returns to the implementation
-    found by the first call.
+    found by the first call. One model is to be switched by one thread at a time; once enabled it
+    may run in several.
 
     Parameters
     ----------
@@ -153,6 +154,12 @@ def _check_supported(
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"model: {name} is an encoder-decoder; only decoders are supported")
+    # Mamba's mixers know their layer too, and would be enabled without a row ever being sampled.
+    exchangeable = ("_supports_sdpa", "_supports_attention_backend")
+    if not any(getattr(model, flag, False) for flag in exchangeable):
+        raise ValueError(
+            f"model: {name} does not declare to transformers that its attention can be exchanged"
+        )
     if not modules:
         raise ValueError(f"model: {name} has no attention layers that santa_torch recognises")
     bound_elsewhere = _SWITCH not in model.__dict__ and any(
