@@ -123,7 +123,7 @@ void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t 
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, std::string method,
+std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, const std::string& method,
                                            int64_t kv_heads, const Tensor& seed, const Tensor& position,
                                            int64_t layer, int64_t head_offset) {
   const std::string op = "santa::draw";
