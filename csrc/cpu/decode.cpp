@@ -296,7 +296,7 @@ class Step {
             .global_head = draw.head_offset + head};
   }
 
-  // Density number `index` of `heads` of them: [index, padded rows] in `values`, [index, chunks] in `sums`.
+  // What head or group `index` draws from; `values` and `sums` are offsets of pieces of the plan.
   Density density_of(int64_t index, int64_t b, int64_t values, int64_t sums) const {
     return {.values = piece<uint32_t>(values) + index * padded_rows(),
             .block_sums = piece<uint64_t>(plan_.block_sums) + index * plan_.chunks * kBlocksPerChunk,
