@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cache_tools import rows
 from tiny_models import TINY, generate, prompt_and_cache, tokens, with_cache
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
@@ -18,13 +19,6 @@ from santa_torch import SantaConfig, hf
 from santa_torch.hf.cache import SantaLayer
 
 CONFIG = LlamaConfig(**TINY)
-
-
-def rows(count: int, batch: int = 2, seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    """Keys ``[batch, 2, count, 16]`` and values ``[batch, 2, count, 24]``: Dv is not D."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(batch, 2, count, 16, generator=generator).to(**options)
-    return keys, torch.randn(batch, 2, count, 24, generator=generator).to(**options)
 
 
 def pair(*counts: int) -> tuple[SantaLayer, DynamicLayer]:
