@@ -59,6 +59,22 @@ def model() -> Any:
     return tiny_llama()
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Keyword arguments, and shapes under "shapes", of every call of the operator."""
+    from santa_torch import ops
+
+    seen: list[dict[str, Any]] = []
+    original = ops.decode
+
+    def spy(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        seen.append({**arguments, "shapes": (q.shape, k.shape, v.shape)})
+        return original(q, k, v, **arguments)
+
+    monkeypatch.setattr(ops, "decode", spy)
+    return seen
+
+
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test() -> Iterator[None]:
     """Seed torch, and give back what a test changes in the process: threads and CPU level."""
