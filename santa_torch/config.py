@@ -38,10 +38,12 @@ class SantaConfig:
     seed : int
         Seed of every draw, a signed 64-bit number.
     dense_below : int
-        Contexts shorter than this (rows) use the exact path. Only 0 for now.
+        Forwards that see fewer key rows than this use exact attention. A static cache counts with
+        its capacity, a sliding-window layer with the rows that it keeps.
     query_rows : str
-        Which query rows of a forward are sampled: ``"decode"``, those of single-row forwards.
-        ``"all"`` is not available yet.
+        ``"decode"``: forwards of one query row per sequence are sampled, those of several (prefill,
+        scoring, verification of drafts) are exact. ``"all"``: every row is sampled, and draws what
+        a decoding step at its place draws. Prefill then costs a decoding step per token.
     sketch_bits, planes, bernoulli
         Low-precision keys and Bernoulli scores. Not available yet: only the defaults.
 
@@ -95,8 +97,6 @@ class SantaConfig:
 
     def _refuse_later_arguments(self) -> None:
         for name, default in (
-            ("dense_below", 0),
-            ("query_rows", "decode"),
             ("sketch_bits", None),
             ("planes", False),
             ("bernoulli", None),

@@ -35,6 +35,12 @@ def test_frozen_and_replaceable() -> None:
     assert dataclasses.replace(settings, seed=3) == SantaConfig(samples=8, seed=3)
 
 
+def test_rows_and_short_contexts() -> None:
+    settings = SantaConfig(query_rows="all", dense_below=512)
+    assert (settings.query_rows, settings.dense_below) == ("all", 512)
+    assert (SantaConfig().query_rows, SantaConfig().dense_below) == ("decode", 0)
+
+
 def test_dense_needs_no_samples() -> None:
     assert SantaConfig("dense", samples=None).samples is None
 
@@ -66,8 +72,6 @@ def test_wrong_values_are_named(arguments: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     "later",
     [
-        {"dense_below": 512},
-        {"query_rows": "all"},
         {"sketch_bits": 4},
         {"planes": True},
         {"bernoulli": 4},

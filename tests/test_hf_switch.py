@@ -25,12 +25,13 @@ from tiny_models import (
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from santa_torch import SantaConfig, hf
+from santa_torch.hf.attention import attention_forward
 
 # --- rule 42: what cannot be honoured -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias", "head_mask"])
+@pytest.mark.parametrize("argument", ["position_bias", "head_mask"])
 def test_rule42_unsupported_arguments_are_refused(
     model: LlamaForCausalLM, argument: str, rows: int
 ) -> None:
@@ -49,19 +50,6 @@ def test_rule42_output_attentions_is_refused() -> None:
         hf.enable(eager, SAMPLED)
 
 
-def test_rule42_models_with_softcap_or_sinks_are_refused() -> None:
-    eager = {**TINY, "attn_implementation": "eager"}
-    config = transformers.Gemma2Config(**eager, attn_logit_softcapping=50.0)
-    model = build(transformers.Gemma2ForCausalLM, config)
-    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50\.0"):
-        hf.enable(model, SAMPLED)
-    assert implementation(model) == "eager"
-    config = transformers.GptOssConfig(**eager, num_local_experts=2)
-    model = build(transformers.GptOssForCausalLM, config)
-    with pytest.raises(ValueError, match="sinks"):
-        hf.enable(model, SAMPLED)
-
-
 def test_rule42_dropout_in_training_is_refused() -> None:
     model = tiny_llama(attention_dropout=0.1)
     token, cache = prompt_and_cache(model, 9)
@@ -71,15 +59,41 @@ def test_rule42_dropout_in_training_is_refused() -> None:
             model(token, **with_cache(model, cache))
 
 
-def test_rule42_missing_position_is_refused(model: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rule42_sliding_layers_without_a_position_are_refused(
+    model: LlamaForCausalLM, rows: int
+) -> None:
+    """Of several rows too: said before a long prefill rather than after it."""
+    q, kv = torch.randn(1, 6, rows, 16), torch.randn(1, 2, 9, 16)
+    module = model.model.layers[0].self_attn
+    three = torch.zeros(3, 1, rows, dtype=torch.int64)
+    with hf.use(model, SAMPLED):
+        for where in (None, three):
+            options = {"position_ids": where, "sliding_window": 8}
+            with pytest.raises(ValueError, match=r"position_ids=None: .* window of 8 rows"):
+                attention_forward(module, q, kv, kv, None, **options)
+        with pytest.raises(ValueError, match=r"position_ids .*\(1, 1, 3, 1\)"):
+            attention_forward(module, q, kv, kv, None, position_ids=torch.zeros(1, 1, 3, 1))
+
+
+def test_positions_that_models_tell_in_other_ways(model: LlamaForCausalLM) -> None:
+    """Not at all, as ``cache_position``, or before the three of multi-modal rotary positions."""
     q, kv = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 9, 16)
     module = model.model.layers[0].self_attn
+
+    def run(**where: torch.Tensor) -> torch.Tensor:
+        return attention_forward(module, q, kv, kv, None, **where)[0]
+
     with hf.use(model, SAMPLED):
-        with pytest.raises(ValueError, match="position_ids=None"):
-            AttentionInterface()["santa"](module, q, kv, kv, None)
-        ids = torch.zeros(3, 1, 1, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"position_ids .*\(3, 1, 1\)"):
-            AttentionInterface()["santa"](module, q, kv, kv, None, position_ids=ids)
+        expected = run(position_ids=torch.tensor([[8]]))
+        assert not torch.equal(run(position_ids=torch.tensor([[7]])), expected)
+        assert torch.equal(run(), expected)  # the operator counts nine rows
+        assert torch.equal(run(cache_position=torch.tensor([8])), expected)
+        three = torch.full((3, 1, 1), 4)
+        assert torch.equal(run(position_ids=three), expected)
+        text = torch.full((1, 1, 1), 7)
+        four = run(position_ids=torch.cat([text, three]))
+        assert torch.equal(four, run(position_ids=text[0]))
 
 
 def test_backward_raises_and_training_forward_does_not_sample(model: LlamaForCausalLM) -> None:
@@ -246,7 +260,11 @@ def test_rule43_an_unreadable_mesh_leaves_the_model_as_it_was(model: LlamaForCau
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"model": torch.nn.Linear(2, 2)}, "model must be a transformers PreTrainedModel"),
+        (
+            {"model": torch.nn.Linear(2, 2)},
+            "model must be a transformers PreTrainedModel .* Linear",
+        ),
+        ({"model": "llama"}, "model must be a transformers PreTrainedModel .* str"),
         ({"config": {"samples": 3}}, "config must be a SantaConfig, got dict"),
         ({"config": SantaConfig(layers=[1, 3, 9])}, r"layers: .* layers 0 to 2, got \[3, 9\]"),
     ],

@@ -5,8 +5,8 @@
 ...     model.generate(**inputs, past_key_values=hf.SantaCache(model.config))
 
 While a model is enabled, forwards with one query row per sequence (decoding) are answered by
-``santa_torch.decode``; forwards with several rows (prefill, scoring, verification) go to
-transformers' own SDPA function, unchanged.
+``santa_torch.decode``; forwards with several rows (prefill, scoring, verification) get exact
+attention, or are sampled row by row under ``SantaConfig(query_rows="all")``.
 
 ========================  =====================================================================
 ``enable``, ``disable``   switch a model for good, and back
@@ -16,7 +16,8 @@ transformers' own SDPA function, unchanged.
 ``SantaCache``            a cache that appends in place
 ========================  =====================================================================
 
-Files: ``attention.py`` answers one layer's call, ``switch.py`` turns models on and off,
+Files: ``attention.py`` answers one layer's call, ``exact.py`` and ``rows.py`` are its two ways for
+several rows, ``switch.py`` turns models on and off, ``wrappers.py`` finds them inside of others,
 ``record.py`` counts, ``cache.py`` stores. Nothing is patched, and importing ``santa_torch`` does
 not import this folder.
 """

@@ -1,8 +1,10 @@
 """The attention function that transformers calls: one layer, one forward.
 
-    one query row  -> santa_torch.decode
-    several rows   -> transformers' own SDPA function (prefill, scoring, verification)
-    layer not in ``config.layers``, or model not enabled -> transformers' own SDPA function
+    layer not in ``config.layers``, or model not enabled    -> exact attention (``exact.py``)
+    fewer than ``config.dense_below`` key rows              -> exact attention
+    one query row per sequence                              -> santa_torch.decode
+    several, under ``query_rows="all"``                     -> santa_torch.decode (``rows.py``)
+    several otherwise (prefill, scoring, verification)      -> exact attention
 
 What a layer needs to know hangs on its attention module (``Binding``, and the seed as a buffer), so
 that two models, two threads or a compiled graph never read each other's settings.
@@ -11,14 +13,17 @@ that two models, two threads or a compiled graph never read each other's setting
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from santa_torch import ops
 from santa_torch.config import SantaConfig
+from santa_torch.hf.exact import exact_attention, is_causal
 from santa_torch.hf.holds import is_held
+from santa_torch.hf.rows import decode_rows
+from santa_torch.stats import DecodeStats
 
 if TYPE_CHECKING:
     from santa_torch.hf.record import Traffic
@@ -32,8 +37,6 @@ BINDING, SEED = "santa_binding", "santa_seed"
 #: Arguments that change the scores or ask for them. SDPA drops most of them without a word, so they
 #: are refused for every number of rows.
 _UNSUPPORTED = {
-    "softcap": "soft-capped scores (Gemma-2)",
-    "s_aux": "attention sinks (gpt-oss)",
     "position_bias": "a position bias (T5)",
     "head_mask": "a head mask",
 }
@@ -93,12 +96,13 @@ def attention_forward(
     attention_mask : Tensor, optional
         ``[B or 1, Hq or 1, Q, >= L]``, bool (True attends) or additive float.
     dropout : float
-        Probability of dropping a weight; refused for a single row.
+        Probability of dropping a weight; refused where attention is sampled.
     scaling : float, optional
         Factor of the scores; default ``1 / sqrt(D)``.
     **kwargs
-        ``position_ids`` ``[B or 1, Q]`` is needed for a single row. ``sliding_window`` is already
-        in the mask.
+        ``position_ids`` ``[B or 1, Q]``, needed on sliding-window layers; ``softcap``, a number;
+        ``s_aux`` ``[Hq]``, the sinks. ``is_causal`` counts where there is no mask, and
+        ``sliding_window`` is in the mask already.
 
     Returns
     -------
@@ -111,60 +115,104 @@ def attention_forward(
         An argument that would change the result cannot be honoured, or the model is not enabled.
     """
     _refuse_unsupported(kwargs)
-    binding = getattr(module, BINDING, None)
+    binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         _require_shared_config(module)
-    if binding is None or query.shape[2] != 1 or not binding.config.selects(binding.layer):
-        if binding is not None and binding.traffic is not None:
-            binding.traffic.add_exact(query, key, value)
-        if binding is not None and binding.config.selects(binding.layer):
-            _positions(kwargs, query.device)  # what decoding will need: said before a long prefill
-        return sdpa_attention_forward(
+    if binding is None or not _is_sampled(binding, query, key):
+        if binding is not None:
+            _look_ahead(module, binding, query, key, value, kwargs)
+        exact = exact_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return exact, None
     if dropout > 0.0:
         raise ValueError(f"dropout={dropout} of sampled attention is not supported: model.eval()")
-    out = _decode(module, binding, query, key, value, attention_mask, scaling, kwargs)
-    return out.unsqueeze(1), None
-
-
-def _decode(
-    module: torch.nn.Module,
-    binding: Binding,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """One query row per sequence, ``[B, Hq, 1, D]`` -> ``[B, Hq, Dv]``."""
-    config = binding.config
     if torch.is_autocast_enabled(query.device.type):
         # SDPA is on autocast's list of functions whose inputs are cast; rotated queries and keys
         # come in float32 next to values in 16 bits.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, value = query.to(dtype), value.to(dtype)
         key = _keep_layer(key, key.to(dtype))
-    result = ops.decode(
-        query[:, :, 0],
-        key,
-        value,
+    out, stats = _sample(module, binding, query, key, value, attention_mask, scaling, kwargs)
+    if binding.traffic is not None:
+        binding.traffic.add(stats, steps=query.shape[2])
+    return out, None
+
+
+def _is_sampled(binding: Binding, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether this forward of this layer goes to the operator; the one place that decides.
+
+    ``key`` of a static cache has the capacity as its number of rows: the rows in use are a number
+    on the device, which would have to be waited for.
+    """
+    config = binding.config
+    if not config.selects(binding.layer) or key.shape[2] < config.dense_below:
+        return False
+    return query.shape[2] == 1 or config.query_rows == "all"
+
+
+def _look_ahead(
+    module: torch.nn.Module,
+    binding: Binding,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> None:
+    """Count an exact forward, and say before a long prefill what decoding would refuse."""
+    if binding.traffic is not None and (query.shape[2] == 1 or binding.config.query_rows == "all"):
+        binding.traffic.add_exact(key, value, steps=query.shape[2])
+    if binding.config.selects(binding.layer):
+        _positions(module, kwargs, query)
+
+
+def _sample(
+    module: torch.nn.Module,
+    binding: Binding,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, list[DecodeStats | None]]:
+    """``[B, Hq, Q, D]`` -> ``[B, Q, Hq, Dv]``, and the statistics of each call of the operator."""
+    config = binding.config
+    decode = partial(
+        _decode,
         samples=config.samples,
         method=config.method,
         scale=scaling,
-        mask=None if attention_mask is None else attention_mask[:, :, 0, : key.shape[2]],
-        seed=_row_seeds(module, binding, query, key),
-        position=_positions(kwargs, query.device),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
         layer=binding.layer,
         head_offset=binding.rank * query.shape[1],
         return_stats=binding.traffic is not None,
     )
-    if isinstance(result, torch.Tensor):
-        return result
-    if binding.traffic is not None and result.stats is not None:
-        binding.traffic.add(result.stats)
-    return result.out
+    seed = _row_seeds(module, binding, query, key)
+    position = _positions(module, kwargs, query)
+    if query.shape[2] > 1:
+        causal = is_causal(module, query, mask, kwargs)
+        return decode_rows(
+            decode, query, key, value, mask=mask, causal=causal, seed=seed, position=position
+        )
+    out, stats = decode(
+        query[:, :, 0],
+        key,
+        value,
+        mask=None if mask is None else mask[:, :, 0, : key.shape[2]],
+        seed=seed,
+        position=None if position is None else position[:, -1],
+    )
+    return out.unsqueeze(1), [stats]
+
+
+def _decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any
+) -> tuple[torch.Tensor, DecodeStats | None]:
+    """``ops.decode`` with one kind of result: the output, and statistics or None."""
+    result = ops.decode(q, k, v, **arguments)
+    return (result, None) if isinstance(result, torch.Tensor) else (result.out, result.stats)
 
 
 def _keep_layer(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -195,26 +243,42 @@ def _row_seeds(
     return seed + torch.arange(query.shape[0], device=query.device) * _ROW_STRIDE
 
 
-def _positions(kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """One past the position of the query row, int64 ``[1]`` or ``[B]``.
+def _positions(
+    module: torch.nn.Module, kwargs: dict[str, Any], query: torch.Tensor
+) -> torch.Tensor | None:
+    """One past the position of each query row, int64 ``[B or 1, Q]``, or None if nobody tells.
 
-    Not left to the operator, whose default counts attended rows: that count stands still on sliding
-    layers, and with it the draws.
+    None leaves it to the operator, which takes the place after the last attended row. That moves at
+    every step as long as no row is evicted; on sliding layers it stands still, and the draws would
+    repeat.
     """
     position_ids = kwargs.get("position_ids")
+    if position_ids is None and kwargs.get("cache_position") is not None:
+        position_ids = kwargs["cache_position"].unsqueeze(0)
+    if position_ids is not None and position_ids.ndim == 3:
+        # Multi-modal rotary positions: time, height and width of each token, with the place in the
+        # text before them in some models. The three alone repeat within an image.
+        position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if position_ids is None:
-        position_ids = kwargs.get("cache_position")
-        if position_ids is None:
+        if _window(module, kwargs) is not None:
             raise ValueError(
-                "position_ids=None: this model does not tell its attention layers where the query "
-                "is, without which the draws would repeat at every step"
+                f"position_ids=None: {type(module).__name__} has a sliding window of "
+                f"{_window(module, kwargs)} rows and is not told where the query is, without which "
+                "the draws would repeat at every step"
             )
-        position_ids = position_ids.unsqueeze(0)
-    if position_ids.ndim != 2:
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[1] != query.shape[2]:
         raise ValueError(
-            f"position_ids must have shape [batch, rows], got {tuple(position_ids.shape)}"
+            f"position_ids must have shape [batch, rows] with rows = {query.shape[2]}, got "
+            f"{tuple(position_ids.shape)}"
         )
-    return position_ids[:, -1].to(device=device, dtype=torch.int64) + 1
+    return position_ids.to(device=query.device, dtype=torch.int64) + 1
+
+
+def _window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Rows that a sliding-window layer keeps; None where every row stays."""
+    given = kwargs.get("sliding_window")
+    return getattr(module, "sliding_window", None) if given is None else given
 
 
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:

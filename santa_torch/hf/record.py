@@ -8,11 +8,17 @@ from contextlib import contextmanager
 import torch
 
 from santa_torch.hf.attention import BINDING
+from santa_torch.hf.wrappers import inner_model
 from santa_torch.stats import DecodeStats
 
 
 class Traffic:
-    """KV bytes of the single-row forwards seen by ``santa_torch.hf.record``.
+    """KV bytes of the decoding steps seen by ``santa_torch.hf.record``.
+
+    A forward of one query row per sequence is one step. Under ``query_rows="all"`` a forward of Q
+    rows counts as the Q steps that it stands for, each with the rows it attends to, although the
+    caches of the processor may serve several of them at once. Other forwards of several rows
+    (prefill) are not counted.
 
     Numbers are summed as tensors on the model's device; only the properties read them.
     """
@@ -21,35 +27,38 @@ class Traffic:
         self._read: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
         self._value_rows: list[torch.Tensor] = []
+        self._calls = 0
+        self._groups = 0
 
-    def add(self, stats: DecodeStats) -> None:
-        """Count one call of the operator, by the statistics that it returned."""
-        self._read.append(stats.bytes_read.sum())
-        self._total.append(stats.bytes_total.sum())
-        self._value_rows.append(stats.value_rows.double().mean())
+    def add(self, stats: list[DecodeStats | None], *, steps: int) -> None:
+        """Count one forward of one layer: the statistics of its calls of the operator."""
+        self._calls += steps
+        for part in stats:
+            assert part is not None, "recording asks every call for its statistics"
+            self._read.append(part.bytes_read.sum())
+            self._total.append(part.bytes_total.sum())
+            self._value_rows.append(part.value_rows.sum())
+            self._groups += part.value_rows.numel()
 
-    def add_exact(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Count a layer with exact attention; forwards of several rows are not decoding.
+    def add_exact(self, key: torch.Tensor, value: torch.Tensor, *, steps: int) -> None:
+        """Count one forward of a layer with exact attention.
 
         Parameters
         ----------
-        query, key, value : Tensor
-            ``[B, Hq, Q, D]``, ``[B, Hkv, L, D]``, ``[B, Hkv, L, Dv]``. SDPA reads all rows, the
-            masked ones too.
+        key, value : Tensor
+            ``[B, Hkv, L, D]``, ``[B, Hkv, L, Dv]``. SDPA reads all rows, the masked ones too.
+        steps : int
+            Query rows per sequence.
         """
-        if query.shape[2] != 1:
-            return
-        everything = torch.tensor(
-            key.numel() * key.element_size() + value.numel() * value.element_size(),
-            device=key.device,
-        )
+        self._calls += steps
+        everything = torch.tensor(steps * (key.nbytes + value.nbytes), device=key.device)
         self._read.append(everything)
         self._total.append(everything)
 
     @property
     def calls(self) -> int:
         """Layers times steps counted."""
-        return len(self._read)
+        return self._calls
 
     @property
     def bytes_read(self) -> int:
@@ -63,9 +72,8 @@ class Traffic:
 
     @property
     def value_rows(self) -> float:
-        """Mean number of value rows loaded per sequence, key/value head and layer."""
-        counts = [float(count) for count in self._value_rows]
-        return sum(counts) / len(counts) if counts else 0.0
+        """Mean number of value rows loaded per step, sequence, key/value head and sampled layer."""
+        return sum(int(count) for count in self._value_rows) / max(self._groups, 1)
 
 
 @contextmanager
@@ -77,7 +85,7 @@ def record(model: torch.nn.Module) -> Iterator[Traffic]:
     Parameters
     ----------
     model : torch.nn.Module
-        A model enabled by ``santa_torch.hf.enable`` or ``use``.
+        A model enabled by ``santa_torch.hf.enable`` or ``use``, or a module around it.
 
     Yields
     ------
@@ -89,9 +97,10 @@ def record(model: torch.nn.Module) -> Iterator[Traffic]:
     ValueError
         The model is not enabled.
     """
-    bound = [getattr(module, BINDING) for module in model.modules() if hasattr(module, BINDING)]
+    inner = inner_model(model)
+    bound = [getattr(module, BINDING) for module in inner.modules() if hasattr(module, BINDING)]
     if not bound:
-        raise ValueError(f"model: {type(model).__name__} is not enabled; nothing to record")
+        raise ValueError(f"model: {type(inner).__name__} is not enabled; nothing to record")
     previous = [binding.traffic for binding in bound]
     traffic = Traffic()
     for binding in bound:

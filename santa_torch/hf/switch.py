@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -14,8 +14,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from santa_torch.config import SantaConfig
 from santa_torch.hf import holds
 from santa_torch.hf.attention import BINDING, NAME, SEED, Binding, attention_forward
+from santa_torch.hf.wrappers import inner_model
 
 _SWITCH = "_santa_switch"
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 @dataclass
@@ -40,7 +43,7 @@ def register() -> None:
 
 
 def enable(
-    model: PreTrainedModel, config: SantaConfig | None = None, *, shared_rows: bool = False
+    model: torch.nn.Module, config: SantaConfig | None = None, *, shared_rows: bool = False
 ) -> None:
     """Answer the decoding forwards of ``model`` with sampled attention, until ``disable``.
 
@@ -50,9 +53,10 @@ def enable(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A decoder whose attention goes through transformers' ``AttentionInterface``. Of a
-        multi-modal model, the text part is switched.
+    model : torch.nn.Module
+        A transformers decoder whose attention goes through ``AttentionInterface``, or a module
+        around one (PEFT, ``torch.compile``, ``DistributedDataParallel``). Of a multi-modal model,
+        the text part is switched.
     config : SantaConfig, optional
         Default ``SantaConfig()``.
     shared_rows : bool
@@ -71,10 +75,7 @@ def enable(
     config = SantaConfig() if config is None else config
     if not isinstance(config, SantaConfig):
         raise ValueError(f"config must be a SantaConfig, got {type(config).__name__}")
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a transformers PreTrainedModel, got {type(model).__name__}"
-        )
+    model = inner_model(model)
     text_config = model.config.get_text_config(decoder=True)
     modules = _attention_modules(model, text_config)
     _check_supported(model, text_config, modules, config)
@@ -86,15 +87,21 @@ def enable(
         _bind(module, config, shared_rows, rank)
 
 
-def disable(model: PreTrainedModel) -> None:
+def disable(model: torch.nn.Module) -> None:
     """Return ``model`` to the attention implementation that it had before ``enable``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What was enabled, or a module around it.
 
     Raises
     ------
     ValueError
         The model is not enabled.
     """
-    switch: _Switch | None = getattr(model, "__dict__", {}).get(_SWITCH)
+    model = inner_model(model)
+    switch: _Switch | None = model.__dict__.get(_SWITCH)
     if switch is None:
         raise ValueError(f"model: {type(model).__name__} is not enabled; nothing to disable")
     for module in model.modules():
@@ -107,8 +114,8 @@ def disable(model: PreTrainedModel) -> None:
 
 @contextmanager
 def use(
-    model: PreTrainedModel, config: SantaConfig | None = None, *, shared_rows: bool = False
-) -> Iterator[PreTrainedModel]:
+    model: _Model, config: SantaConfig | None = None, *, shared_rows: bool = False
+) -> Iterator[_Model]:
     """``enable`` inside a ``with`` block; afterwards the model is as it was before.
 
     May be nested: leaving an inner block returns to the settings of the outer one.
@@ -120,19 +127,20 @@ def use(
 
     Yields
     ------
-    transformers.PreTrainedModel
-        ``model``.
+    torch.nn.Module
+        ``model``, the wrapper if it is one.
     """
-    outer: _Switch | None = getattr(model, "__dict__", {}).get(_SWITCH)
+    inner = inner_model(model)
+    outer: _Switch | None = inner.__dict__.get(_SWITCH)
     before = None if outer is None else (outer.config, outer.shared_rows)
-    enable(model, config, shared_rows=shared_rows)
+    enable(inner, config, shared_rows=shared_rows)
     try:
         yield model
     finally:
         if before is not None:
-            enable(model, before[0], shared_rows=before[1])
-        elif _SWITCH in model.__dict__:  # the block may have disabled the model itself
-            disable(model)
+            enable(inner, before[0], shared_rows=before[1])
+        elif _SWITCH in inner.__dict__:  # the block may have disabled the model itself
+            disable(inner)
 
 
 def _attention_modules(model: PreTrainedModel, text_config: Any) -> list[torch.nn.Module]:
@@ -173,13 +181,6 @@ def _check_supported(
         raise ValueError(
             f"model: {heads} query heads are not a multiple of {kv_heads} key/value heads"
         )
-    if getattr(text_config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(
-            f"model: attn_logit_softcapping={text_config.attn_logit_softcapping} of {name} is not "
-            "supported by santa_torch yet"
-        )
-    if any(getattr(module, "sinks", None) is not None for module in modules):
-        raise ValueError(f"model: attention sinks of {name} are not supported by santa_torch yet")
     if getattr(model.config, "output_attentions", False):
         raise ValueError("model: config.output_attentions=True; there are no weights to return")
     known = sorted({int(module.layer_idx) for module in modules})  # type: ignore[arg-type]
