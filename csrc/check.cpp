@@ -172,7 +172,7 @@ std::string dtype_text(const Tensor& tensor) {
 
 CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
                            std::optional<double> scale, const std::optional<Tensor>& mask,
-                           const std::optional<Tensor>& seq_lens) {
+                           const std::optional<Tensor>& seq_lens, std::optional<double> softcap) {
   const Dtype dtype = check_dtype(op, "q", q);
   check_dim(op, "q", q, 3, "[B, Hq, D]");
   check_dim(op, "k", k, 4, "[B, Hkv, L, D]");
@@ -221,12 +221,27 @@ CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor&
   const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));
   params.scale = static_cast<float>(factor);
   if (!std::isfinite(params.scale)) fail(op, "scale must be finite in float32, got ", factor);
+  if (softcap.has_value()) {
+    params.softcap = static_cast<float>(*softcap);
+    if (!(params.softcap > 0.0f) || !std::isfinite(params.softcap)) {
+      fail(op, "softcap must be positive and finite in float32, got ", *softcap);
+    }
+  }
   if (mask.has_value()) params.mask = check_mask(op, *mask, params.shape, q);
   if (seq_lens.has_value()) {
     checked.seq_lens = check_seq_lens(op, *seq_lens, params.shape, q);
     params.seq_lens = {.data = checked.seq_lens.data(), .stride = 1};
   }
   return checked;
+}
+
+SinkParams check_sinks(const std::string& op, const Tensor& sinks, const DecodeShape& shape, const Tensor& q) {
+  check_device(op, "sinks", sinks, q);
+  const Dtype dtype = check_dtype(op, "sinks", sinks);
+  if (sinks.dim() != 1 || sinks.size(0) != shape.query_heads) {
+    fail(op, "sinks must have shape [Hq] = [", shape.query_heads, "], got ", shape_text(sinks));
+  }
+  return {.data = sinks.const_data_ptr(), .stride = sinks.stride(0), .dtype = dtype};
 }
 
 CheckedValues check_values(const std::string& op, const Tensor& v, int64_t batch, int64_t query_heads) {

@@ -22,10 +22,13 @@ struct CheckedDecode {
   std::vector<int64_t> seq_lens;  // read by the CPU backend through params.seq_lens
 };
 
-// Every argument of a decode step that does not concern drawing. `v` may be absent (stage "score").
+// Every argument of a decode step that does not concern drawing or sinks. `v` may be absent (stage "score").
 CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
                            std::optional<double> scale, const std::optional<Tensor>& mask,
-                           const std::optional<Tensor>& seq_lens);
+                           const std::optional<Tensor>& seq_lens, std::optional<double> softcap);
+
+// One logit per query head.
+SinkParams check_sinks(const std::string& op, const Tensor& sinks, const DecodeShape& shape, const Tensor& q);
 
 // Arguments of a draw for `batch` sequences and `query_heads` local heads.
 DrawParams check_draw(const std::string& op, const std::string& method, int64_t samples, const Tensor& seed,

@@ -6,18 +6,18 @@ STABLE_TORCH_LIBRARY(santa, m) {
   // squared_error [B, Hq], otherwise those three have no elements.
   m.def(
       "decode(Tensor q, Tensor k, Tensor v, *, int samples, str method=\"shared\", float? scale=None, "
-      "Tensor? mask=None, Tensor? seq_lens=None, Tensor seed, Tensor? position=None, int layer=0, "
-      "int head_offset=0, bool return_stats=False) "
+      "Tensor? mask=None, Tensor? seq_lens=None, float? softcap=None, Tensor? sinks=None, Tensor seed, "
+      "Tensor? position=None, int layer=0, int head_offset=0, bool return_stats=False) "
       "-> (Tensor out, Tensor lse, Tensor key_rows, Tensor value_rows, Tensor squared_error)");
 
   // The stages that decode fuses. Composing them gives the bits of decode, before the cast to q's dtype.
   m.def(
-      "score(Tensor q, Tensor k, *, float? scale=None, Tensor? mask=None, Tensor? seq_lens=None) "
-      "-> (Tensor scores, Tensor maxima)");
+      "score(Tensor q, Tensor k, *, float? scale=None, Tensor? mask=None, Tensor? seq_lens=None, "
+      "float? softcap=None) -> (Tensor scores, Tensor maxima)");
   m.def("weigh(Tensor scores, Tensor maxima) -> Tensor weights");
   m.def(
       "draw(Tensor weights, *, int samples, str method=\"shared\", int kv_heads, Tensor seed, Tensor position, "
-      "int layer=0, int head_offset=0) -> (Tensor rows, Tensor counts, Tensor num_rows)");
+      "int layer=0, int head_offset=0, Tensor? row_mass=None) -> (Tensor rows, Tensor counts, Tensor num_rows)");
   m.def("gather(Tensor rows, Tensor coefficients, Tensor num_rows, Tensor v) -> Tensor out");
 
   // The instruction-set level of the CPU kernels: "generic", "avx2" or "avx512".

@@ -54,6 +54,13 @@ struct MaskParams {
   int64_t row_stride = 0;
 };
 
+// A logit per query head that takes part in the softmax and has no value row.
+struct SinkParams {
+  const void* data = nullptr;  // [Hq], or null without sinks
+  int64_t stride = 0;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 // An int64 per sequence, or one for all (stride 0).
 struct PerSequence {
   const int64_t* data = nullptr;  // [B] or [1]
@@ -80,8 +87,10 @@ struct DecodeParams {
   RowAddress k;  // [B, Hkv, L, D]
   RowAddress v;  // [B, Hkv, L, Dv]
   float scale;
+  float softcap = 0.0f;  // c: scores become c tanh(score / c) before the mask; 0 leaves them
   MaskParams mask;       // [B, Hq, L]
   PerSequence seq_lens;  // null data: every sequence has L rows
+  SinkParams sinks;      // [Hq]
   DrawParams draw;
 
   void* out;                       // [B, Hq, Dv], contiguous, of the inputs' dtype

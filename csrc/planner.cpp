@@ -58,6 +58,7 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
   plan.maxima = carver.take({heads, 4});
   if (sampled) {
     plan.totals = carver.take({heads, 8});
+    plan.row_mass = carver.take({heads, 4});
     plan.scores = carver.take({heads, padded_rows, 4});
     plan.weight_sums = carver.take({heads, plan.chunks, 8});
     plan.block_sums = carver.take({shared ? groups : heads, blocks, 8});

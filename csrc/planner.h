@@ -19,6 +19,7 @@ struct CpuPlan {
   int64_t chunk_maxima;    // float    [B, Hq, chunks]
   int64_t maxima;          // float    [B, Hq]
   int64_t totals;          // uint64   [B, Hq]: sums of weights; sampled methods
+  int64_t row_mass;        // float    [B, Hq]: share of the softmax that lies on rows; sampled methods
   int64_t scores;          // float, then uint32 weights in place [B, Hq, chunks * kChunkRows]; sampled methods
   int64_t weight_sums;     // uint64   [B, Hq, chunks]; sampled methods
   int64_t inclusion;       // uint32   [B, Hkv, chunks * kChunkRows]; shared

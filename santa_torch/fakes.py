@@ -63,6 +63,8 @@ def _decode(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     seed: torch.Tensor,
     position: torch.Tensor | None = None,
     layer: int = 0,
@@ -70,7 +72,15 @@ def _decode(
     return_stats: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     _on_one_device(
-        "decode", q=q, k=k, v=v, mask=mask, seq_lens=seq_lens, seed=seed, position=position
+        "decode",
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        seq_lens=seq_lens,
+        sinks=sinks,
+        seed=seed,
+        position=position,
     )
     _check_shapes("decode", q, k, v)
     _check_draw("decode", method, samples)
@@ -93,6 +103,7 @@ def _score(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _on_one_device("score", q=q, k=k, mask=mask, seq_lens=seq_lens)
     _check_shapes("score", q, k, None)
@@ -120,8 +131,9 @@ def _draw(
     position: torch.Tensor,
     layer: int = 0,
     head_offset: int = 0,
+    row_mass: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _on_one_device("draw", weights=weights, seed=seed, position=position)
+    _on_one_device("draw", weights=weights, seed=seed, position=position, row_mass=row_mass)
     _check_draw("draw", method, samples)
     batch, heads, rows = weights.shape
     if kv_heads < 1 or heads < 1 or heads % kv_heads != 0:

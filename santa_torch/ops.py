@@ -115,7 +115,14 @@ def decode(
         Index of the layer, below 2^24; layers draw independently.
     head_offset : int
         Index of ``q``'s first head among the heads of all tensor-parallel ranks.
-    sketch, bernoulli, softcap, sinks, target_error
+    softcap : float, optional
+        c: scores become ``c tanh(score / c)`` before the mask (Gemma 2, arXiv 2408.00118).
+    sinks : Tensor, optional
+        float32, float16 or bfloat16 ``[Hq]``: a further logit of each head, after scale and cap,
+        that takes its share of the softmax and has no value (attention sinks of gpt-oss). Rows are
+        sampled among themselves and the result is multiplied by their share, so that no draw falls
+        on a sink.
+    sketch, bernoulli, target_error
         Not available yet.
     return_lse, return_stats : bool
         Return a ``DecodeOutput`` with the log-sum-exp or with statistics.
@@ -124,8 +131,8 @@ def decode(
     -------
     Tensor or DecodeOutput
         ``[B, Hq, Dv]`` in the dtype of ``q``, contiguous. A head that attends nothing gets 0 and a
-        log-sum-exp of -inf; one whose scores hold NaN or +inf gets NaN and leaves the other heads
-        untouched.
+        log-sum-exp of -inf, or of its sink; one whose logits hold NaN or +inf gets NaN and leaves
+        the other heads untouched. The log-sum-exp includes the sink.
 
     Raises
     ------
@@ -154,8 +161,6 @@ def decode(
         block_table=block_table,
         sketch=sketch,
         bernoulli=bernoulli,
-        softcap=softcap,
-        sinks=sinks,
         target_error=target_error,
     )
     if samples is None:
@@ -165,23 +170,19 @@ def decode(
     _require_kernels(q=q, k=k, v=v)
     if not isinstance(method, str):
         raise ValueError(f"method must be a string, got {method!r}")
-    if scale is not None and not isinstance(scale, (float, int)):
-        if not isinstance(scale, numbers.Real):
-            raise ValueError(f"scale must be a number or None, got {scale!r}")
-        scale = float(scale)  # numpy's
-    if seq_lens is not None:
-        _require_kernels(seq_lens=seq_lens)
-    if mask is not None:
-        _require_kernels(mask=mask)
+    optional = {"seq_lens": seq_lens, "mask": mask, "sinks": sinks}
+    _require_kernels(**{name: value for name, value in optional.items() if value is not None})
     out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
         q.detach(),
         k.detach(),
         v.detach(),
         samples=_integer("samples", samples),
         method=method,
-        scale=scale,
+        scale=_number("scale", scale),
         mask=mask,
         seq_lens=seq_lens,
+        softcap=_number("softcap", softcap),
+        sinks=None if sinks is None else sinks.detach(),
         seed=_as_tensor("seed", seed, q.device),
         position=None if position is None else _as_tensor("position", position, q.device),
         layer=_integer("layer", layer),
@@ -210,25 +211,32 @@ def score(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of every row: the first stage of ``decode``.
 
     Parameters
     ----------
-    q, k, scale, mask, seq_lens
+    q, k, scale, mask, seq_lens, softcap
         As in ``decode``.
 
     Returns
     -------
     scores : Tensor
-        float32 ``[B, Hq, L]``: ``scale <q_h, k_j>`` plus an additive mask; -inf where not attended.
+        float32 ``[B, Hq, L]``: ``scale <q_h, k_j>``, capped, plus an additive mask; -inf where not
+        attended.
     maxima : Tensor
         float32 ``[B, Hq]``: the largest score; -inf where nothing is attended, NaN where a score is
         NaN.
     """
     _require_kernels(q=q, k=k)
     scores, maxima = torch.ops.santa.score(
-        q.detach(), k.detach(), scale=scale, mask=mask, seq_lens=seq_lens
+        q.detach(),
+        k.detach(),
+        scale=_number("scale", scale),
+        mask=mask,
+        seq_lens=seq_lens,
+        softcap=_number("softcap", softcap),
     )
     return inference_only(scores, q, k), inference_only(maxima, q, k)
 
@@ -264,6 +272,7 @@ def draw(
     position: int | torch.Tensor,
     layer: int = 0,
     head_offset: int = 0,
+    row_mass: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows drawn from integer weights: the third stage of ``decode``, exact on every backend.
 
@@ -275,6 +284,10 @@ def draw(
         As in ``decode``; ``method`` is one that draws and ``position`` must be given.
     kv_heads : int
         Hkv, a divisor of Hq: heads of one group share a sample under ``"shared"``.
+    row_mass : Tensor, optional
+        float32 ``[B, Hq]`` between 0 and 1: share of each head's softmax that lies on its rows,
+        ``1 / (1 + exp(sink - lse))`` with a sink. It makes ``"shared"`` read fewer rows for heads
+        that mostly look at their sink; the other methods ignore it. Default 1.
 
     Returns
     -------
@@ -296,6 +309,7 @@ def draw(
         position=_as_tensor("position", position, weights.device),
         layer=layer,
         head_offset=head_offset,
+        row_mass=row_mass,
     )
     return rows, counts, num_rows
 
@@ -336,6 +350,15 @@ def _integer(name: str, value: Any) -> int:
     if number is None or not _INT64_MIN <= number <= _INT64_MAX:
         raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}")
     return number
+
+
+def _number(name: str, value: Any) -> float | None:
+    """A real number of any kind, numpy's too; None stays."""
+    if value is None or isinstance(value, (float, int)):
+        return value
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number or None, got {value!r}")
+    return float(value)
 
 
 def _as_tensor(name: str, value: int | torch.Tensor, device: torch.device) -> torch.Tensor:

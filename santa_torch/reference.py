@@ -83,13 +83,17 @@ def score(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores float64 ``[B, Hq, L]``, -inf where not attended, and their maxima ``[B, Hq]``."""
     group = q.shape[1] // k.shape[1]
     factor = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     products = torch.einsum("bhd,bhld->bhl", q.double(), k.double().repeat_interleave(group, 1))
+    raw = factor * products
+    if softcap is not None:
+        raw = softcap * torch.tanh(raw / softcap)
     attends, bias = attended(q, k.shape[2], mask, seq_lens)
-    scores = torch.where(attends, factor * products + bias, -math.inf)
+    scores = torch.where(attends, raw + bias, -math.inf)
     none = torch.full((*scores.shape[:2], 1), -math.inf, dtype=torch.float64)
     return scores, torch.cat([scores, none], -1).amax(-1)
 
@@ -112,14 +116,18 @@ class Drawn(NamedTuple):
     hits: torch.Tensor  # int64 [draws]: row of each draw, in the order of the thresholds
 
 
-def inclusion(weights: torch.Tensor, samples: int, kv_heads: int) -> torch.Tensor:
+def inclusion(
+    weights: torch.Tensor, samples: int, kv_heads: int, row_mass: torch.Tensor | None = None
+) -> torch.Tensor:
     """Inclusion probabilities of the shared sample in units of 2^-30, int64 ``[B, Hkv, L]``.
 
+    ``row_mass``, float32 ``[B, Hq]``, is the share of each head's softmax that its rows hold.
     float32 from operation to operation, in head order: the kernels round in the same places.
     """
     batch, heads, rows = weights.shape
     total = weights.sum(-1, keepdim=True)
-    reciprocal = torch.where(total > 0, 1 / total.float(), 0.0)
+    mass = torch.ones(batch, heads) if row_mass is None else row_mass
+    reciprocal = torch.where(total > 0, 1 / total.float() * mass[..., None], 0.0)
     p = (weights.float() * reciprocal).view(batch, kv_heads, heads // kv_heads, rows)
     square = torch.zeros(batch, kv_heads, rows)
     for g in range(heads // kv_heads):
@@ -164,6 +172,7 @@ def draw(
     position: int | torch.Tensor,
     layer: int = 0,
     head_offset: int = 0,
+    row_mass: torch.Tensor | None = None,
 ) -> list[list[Drawn]]:
     """What each head drew, per sequence; ``"shared"``: what each KV head drew."""
     _check(method, samples)
@@ -171,7 +180,7 @@ def draw(
     seeds = _as_tensor("seed", seed, weights.device).expand(batch).tolist()
     positions = _as_tensor("position", position, weights.device).expand(batch).tolist()
     shared = method == "shared"
-    density = inclusion(weights, samples, kv_heads) if shared else weights
+    density = inclusion(weights, samples, kv_heads, row_mass) if shared else weights
     group = heads // density.shape[1]
 
     def draw_head(b: int, h: int) -> Drawn:
@@ -260,15 +269,16 @@ def decode(
         block_table=block_table,
         sketch=sketch,
         bernoulli=bernoulli,
-        softcap=softcap,
-        sinks=sinks,
         target_error=target_error,
     )
     _check(method, samples)
     (batch, heads, _), (_, kv_heads, length, value_dim) = q.shape, v.shape
     group = heads // kv_heads
     attends, _ = attended(q, length, mask, seq_lens)
-    scores, maxima = score(q, k, scale=scale, mask=mask, seq_lens=seq_lens)
+    scores, maxima = score(q, k, scale=scale, mask=mask, seq_lens=seq_lens, softcap=softcap)
+    sink = torch.full((heads,), -math.inf) if sinks is None else sinks
+    sink = sink.double().expand(batch, heads)
+    maxima = torch.where(sink < math.inf, maxima, sink)  # a bad sink spoils its head
     key_rows = attends.view(batch, kv_heads, group, length).any(2).sum(-1)
     value_rows = key_rows.clone()
     out = torch.zeros(batch, heads, value_dim, dtype=torch.float64)
@@ -277,14 +287,17 @@ def decode(
 
     if method == "dense":
         lse = torch.logsumexp(scores, -1)
+        row_mass = torch.sigmoid(lse - sink)
         for b, h in every_head:
             rows = attends[b, h].nonzero()[:, 0]  # masks select: other rows are not touched
-            out[b, h] = scores[b, h, rows].softmax(-1) @ v[b, h // group, rows].double()
+            p = scores[b, h, rows].softmax(-1) * row_mass[b, h]
+            out[b, h] = p @ v[b, h // group, rows].double()
     else:
         assert samples is not None
         weights = weigh(scores, maxima)
         total = weights.sum(-1)
         lse = maxima + (total.double() / ONE).log()
+        row_mass = torch.sigmoid(lse - sink).float()
         if position is None:
             position = torch.where(attends.any(1), torch.arange(1, length + 1), 0)
             position = torch.nn.functional.pad(position, (0, 1)).amax(-1)
@@ -297,17 +310,18 @@ def decode(
             position=position,
             layer=layer,
             head_offset=head_offset,
+            row_mass=row_mass,
         )
         for b, h in every_head:
             sample = drawn[b][h // group if method == "shared" else h]
             values = v[b, h // group]
             if method == "shared":
-                p = weights[b, h, sample.rows].double() / float(total[b, h])
+                p = weights[b, h, sample.rows].double() / float(total[b, h]) * float(row_mass[b, h])
                 coefficients = (p * ONE / sample.counts.double()).float()
                 each = coefficients
             else:
-                coefficients = sample.counts.float() / float(samples)
-                each = torch.full_like(coefficients, 1 / samples)
+                coefficients = sample.counts.float() / float(samples) * row_mass[b, h]
+                each = torch.full_like(coefficients, 1 / samples) * row_mass[b, h]
             out[b, h] = gather(sample.rows, coefficients, values)
             uncertain = slack(method, samples, weights[b, h], sample)
             errors[b, h] = squared_error(sample.rows, each, uncertain, values)
@@ -318,7 +332,8 @@ def decode(
                 value_rows[b, kv] = torch.cat([sample.rows for sample in lists]).unique().numel()
 
     empty, bad = maxima == -math.inf, ~maxima.isfinite() & (maxima != -math.inf)
-    out[empty], lse[empty], errors[empty] = 0.0, -math.inf, 0.0
+    lse = torch.logaddexp(lse, sink)
+    out[empty], lse[empty], errors[empty] = 0.0, sink[empty], 0.0
     out[bad], lse[bad] = math.nan, maxima[bad]
     errors[bad] = 0.0 if method == "dense" else math.nan
     if not return_lse and not return_stats:

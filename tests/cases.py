@@ -34,12 +34,15 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     mask: torch.Tensor | None
     seq_lens: torch.Tensor | None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        return {"q": self.q, "k": self.k, "v": self.v, **self.selection()}
+        return {"q": self.q, "k": self.k, "v": self.v, **self.scoring(), "sinks": self.sinks}
 
-    def selection(self) -> dict[str, Any]:
-        return {"mask": self.mask, "seq_lens": self.seq_lens}
+    def scoring(self) -> dict[str, Any]:
+        """What stage ``score`` takes beside q and k."""
+        return {"mask": self.mask, "seq_lens": self.seq_lens, "softcap": self.softcap}
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     mask: str = "none"  # a key of MASKS
     seq_lens: tuple[int, ...] | None = None
+    softcap: float | None = None
+    sinks: str = "none"  # a key of SINKS
     layout: str = "contiguous"  # a key of LAYOUTS
     peak: float = 4.0  # standard deviation of the scores
     seed: int = 0
@@ -82,7 +87,8 @@ class Case:
         k, v = LAYOUTS[self.layout](k, v)
         mask = MASKS[self.mask](self, torch_random)
         lengths = None if self.seq_lens is None else torch.tensor(self.seq_lens)
-        return Inputs(q, k, v, mask, lengths)
+        sinks = SINKS[self.sinks](self, torch_random)
+        return Inputs(q, k, v, mask, lengths, self.softcap, sinks)
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -196,6 +202,7 @@ MASKS: dict[str, Mask] = {
     "stride0": lambda case, random: _bool((1, 1, case.rows), random).expand(_full(case)),
     "row_last": lambda case, random: _bool((case.rows, case.batch), random).T[:, None],
     "sparse": lambda case, random: _bool((case.batch, 1, case.rows), random, 0.02),
+    "nothing": lambda case, random: torch.zeros(case.rows, dtype=torch.bool),
     "prefix": lambda case, random: (torch.arange(case.rows) < case.rows * 2 // 3)[None],
     "additive": lambda case, random: _additive(
         (case.batch, 1, case.rows), random, torch.float32, -torch.inf
@@ -212,6 +219,31 @@ MASKS: dict[str, Mask] = {
     "additive_half": lambda case, random: _additive(
         _full(case), random, torch.float16, torch.finfo(torch.float16).min
     ),
+}
+
+
+# ---- sinks: one logit per query head -------------------------------------------------------------
+
+
+def _sinks(case: Case, random: torch.Generator, about: float = 0.0) -> torch.Tensor:
+    return about + 3 * torch.randn(case.heads, generator=random)
+
+
+Sinks = Callable[[Case, torch.Generator], "torch.Tensor | None"]
+SINKS: dict[str, Sinks] = {
+    "none": lambda case, random: None,
+    "float32": _sinks,
+    "bfloat16": lambda case, random: _sinks(case, random).bfloat16(),
+    "float16": lambda case, random: _sinks(case, random).half(),
+    "strong": lambda case, random: _sinks(case, random, 25.0),
+    "overwhelming": lambda case, random: _sinks(case, random, 3e4),
+    "weak": lambda case, random: _sinks(case, random, -3e4),
+    "absent": lambda case, random: torch.full((case.heads,), -torch.inf),
+    "some": lambda case, random: _sinks(case, random).masked_fill(
+        torch.arange(case.heads) % 2 == 0, -torch.inf
+    ),
+    "stride2": lambda case, random: _sinks(case, random).repeat_interleave(2)[::2],
+    "stride0": lambda case, random: torch.tensor([4.0]).expand(case.heads),
 }
 
 

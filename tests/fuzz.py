@@ -92,6 +92,8 @@ class Fuzzer:
             arguments["seq_lens"] = self.integers([batch], 0, rows + 1, dtype)
         if self.chance(0.2):
             arguments["scale"] = self.random.choice(FLOATS)
+        if self.chance(0.2):
+            arguments["softcap"] = self.random.choice((*FLOATS, 0.5, 30.0, 1e30))
         return arguments
 
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -120,7 +122,9 @@ class Fuzzer:
         )
         selection = self.selection(batch, heads, rows)
         if stage == "decode":
-            flags = {"return_stats": self.chance(0.5)}
+            flags: dict[str, Any] = {"return_stats": self.chance(0.5)}
+            if self.chance(0.3):
+                flags["sinks"] = self.tensor([heads], self.random.choice(DTYPES))
             result = door.decode(q, k, v, **self.drawing(batch), **selection, **flags)
             out = result if isinstance(result, torch.Tensor) else result[0]
             assert out.shape == (*q.shape[:2], v.shape[3])
@@ -139,7 +143,10 @@ class Fuzzer:
         elif stage == "draw":
             weights = self.integers([batch, heads, rows], 0, 2**30 + 1, torch.int32)
             split = kv_heads if self.chance(0.95) else self.random.choice(INTEGERS)
-            got, _, num_rows = door.draw(weights, kv_heads=split, **self.drawing(batch))
+            drawing = self.drawing(batch)
+            if self.chance(0.3):
+                drawing["row_mass"] = self.tensor([batch, heads], torch.float32).clamp(0, 1)
+            got, _, num_rows = door.draw(weights, kv_heads=split, **drawing)
             assert (num_rows <= got.shape[2]).all()
             assert ((got >= 0) & (got < max(rows, 1))).all()
         else:

@@ -32,6 +32,7 @@ DECODE: dict[str, Any] = {
     "method": "shared",
     "seed": WHERE,
     "position": WHERE,
+    "sinks": torch.zeros(6),
 }
 SCORE = {"q": INPUTS.q, "k": INPUTS.k}
 WEIGH = dict(zip(("scores", "maxima"), OPS.score(INPUTS.q, INPUTS.k), strict=True))
@@ -59,6 +60,7 @@ REFUSED = (ValueError, RuntimeError, NotImplementedError)
 
 q, k, v = INPUTS[:3]
 bools = torch.ones(2, 6, 20, dtype=torch.bool)
+sinks, row_mass = torch.zeros(6), torch.ones(2, 6)
 weights, scores, maxima = DRAW["weights"], WEIGH["scores"], WEIGH["maxima"]
 
 
@@ -143,7 +145,22 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("decode", {"seq_lens": torch.tensor([[20, 20]])}, ("seq_lens", "[1, 2]")),
     ("decode", {"seq_lens": torch.tensor([20, 20]).to(torch.int16)}, ("seq_lens",)),
     ("decode", {"seq_lens": [20, 20]}, ("seq_lens",)),
+    # caps and sinks
+    ("decode", {"softcap": 0.0}, ("softcap", "positive", "0")),
+    ("decode", {"softcap": -50.0}, ("softcap", "-50")),
+    ("decode", {"softcap": float("nan")}, ("softcap", "nan")),
+    ("decode", {"softcap": float("inf")}, ("softcap", "inf")),
+    ("decode", {"softcap": 1e39}, ("softcap", "1e+39")),
+    ("decode", {"softcap": 1e-60}, ("softcap", "1e-60")),
+    ("decode", {"softcap": "50"}, ("softcap", "50")),
+    ("decode", {"sinks": sinks[:5]}, ("sinks", "[Hq] = [6]", "[5]")),
+    ("decode", {"sinks": sinks[None]}, ("sinks", "[1, 6]")),
+    ("decode", {"sinks": sinks.double()}, ("sinks", "float64")),
+    ("decode", {"sinks": sinks.long()}, ("sinks", "int64")),
+    ("decode", {"sinks": 0.5}, ("sinks", "0.5")),
     # score
+    ("score", {"softcap": 0}, ("softcap", "0")),
+    ("score", {"softcap": [1.0]}, ("softcap", "1.0")),
     ("score", {"q": q[0]}, ("q", "[6, 16]")),
     ("score", {"k": k.half()}, ("k", "float16")),
     ("score", {"k": k[..., :8]}, ("k", "head dim", "[2, 2, 20, 8]")),
@@ -177,6 +194,12 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("draw", {"position": WHERE.int()}, ("position", "int32")),
     ("draw", {"layer": 2**40}, ("layer", "1099511627776")),
     ("draw", {"head_offset": 2**62}, ("head_offset", "4611686018427387904")),
+    ("draw", {"row_mass": row_mass[:1]}, ("row_mass", "[2, 6]", "[1, 6]")),
+    ("draw", {"row_mass": row_mass[0]}, ("row_mass", "[6]")),
+    ("draw", {"row_mass": row_mass.half()}, ("row_mass", "float16")),
+    ("draw", {"row_mass": put(row_mass, (1, 2), 1.0001)}, ("row_mass", "1.0001", "8")),
+    ("draw", {"row_mass": put(row_mass, (0, 2), -0.5)}, ("row_mass", "-0.5", "2")),
+    ("draw", {"row_mass": put(row_mass, (0, 2), float("nan"))}, ("row_mass", "nan", "2")),
     # gather
     ("gather", {"rows": ROWS.int()}, ("rows", "int32")),
     ("gather", {"rows": ROWS[0]}, ("rows", "[6, 4]")),
@@ -226,7 +249,7 @@ def test_tensors_must_be_tensors(name: str, value: Any) -> None:
         if not isinstance(good, torch.Tensor):
             continue
         for where, door in DOORS.items():
-            optional = argument == "position" and name == "decode" and value is None
+            optional = argument in ("position", "sinks") and name == "decode" and value is None
             if optional or (where == "santa_torch" and argument in ("seed", "position")):
                 continue
             with pytest.raises((*REFUSED, TypeError)) as caught:
@@ -256,9 +279,7 @@ def test_integers_that_are_no_seed(seed: Any) -> None:
         assert str(seed) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["block_table", "sketch", "bernoulli", "softcap", "sinks", "target_error"]
-)
+@pytest.mark.parametrize("name", ["block_table", "sketch", "bernoulli", "target_error"])
 def test_arguments_of_later_versions_are_refused(name: str) -> None:
     for value in (0, 0.5, torch.zeros(2, 3, dtype=torch.int32), False):
         with pytest.raises(NotImplementedError, match=name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import DRAWING, LENGTHS, LEVELS
@@ -60,7 +62,7 @@ DENSITIES = (peaked, uniform, one_hot, rare, sparse, uneven)
 
 
 def draw(
-    weights: torch.Tensor, method: str, samples: int, kv_heads: int = 1, **address: int
+    weights: torch.Tensor, method: str, samples: int, kv_heads: int = 1, **address: Any
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], list[list[reference.Drawn]]]:
     """Operator and reference on the same integers."""
     batch = weights.shape[0]
@@ -89,6 +91,24 @@ def test_draws_of_groups(level: str, method: str, group: int) -> None:
     for density in (peaked, rare, one_hot):
         got = draw(density(2, 2 * group, 333), method, 20, 2, layer=5, head_offset=4)
         assert_drawn(*got)
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_draws_beside_sinks(level: str, method: str) -> None:
+    """The share of the rows sizes the shared sample and leaves the others as they are."""
+    weights = peaked(2, 6, 700)
+    weights[1, 4] = 0
+    row_mass = torch.rand(2, 6, generator=torch.Generator().manual_seed(3))
+    row_mass[0, :3] = torch.tensor([1.0, 0.0, 1e-9])
+    got, expected = draw(weights, method, 60, 2, row_mass=row_mass)
+    assert_drawn(got, expected)
+    plain, _ = draw(weights, method, 60, 2)
+    if method == "shared":
+        assert (got[2] < plain[2]).all()
+        permuted = row_mass.T.contiguous().T
+        assert_drawn(draw(weights, method, 60, 2, row_mass=permuted)[0], expected)
+    else:
+        assert torch.equal(got[0], plain[0])
 
 
 @pytest.mark.parametrize("method", DRAWING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import CHUNK, DRAWING, DTYPES, LENGTHS, METHODS, Case, Inputs
@@ -296,6 +298,50 @@ def test_rule07_a_query_head_that_is_not_a_number(level: str, method: str, value
             assert_equal("lse", got.lse[0, others], first.lse[0, others])
         undefined = got.stats.squared_error.isnan()
         assert undefined.sum() == (0 if method == "dense" else 1)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("method", METHODS)
+def test_rule07_a_sink_that_is_not_a_number(level: str, method: str, value: float) -> None:
+    """Its head is NaN in every sequence, as softmax is; the others are as if it were silent."""
+    inputs = Case(batch=2, kv_heads=2, group=3, sinks="float32", seq_lens=(300, 0)).inputs()
+    for head in range(3):
+        sinks = inputs.sinks.clone()
+        sinks[head] = value
+        got = decode(inputs._replace(sinks=sinks), method)
+        others = [h for h in range(6) if h != head]
+        assert got.out[:, head].isnan().all()
+        assert not got.lse[:, head].isfinite().any()
+        assert got.out[:, others].isfinite().all()
+        mask = torch.ones(2, 6, 1, dtype=torch.bool)
+        mask[:, head] = False
+        silent = decode(inputs._replace(mask=mask), method)
+        assert_equal("out", got.out[:, others], silent.out[:, others])
+        assert_equal("lse", got.lse[:, others], silent.lse[:, others])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rule02_a_sink_alone(level: str, method: str) -> None:
+    """Nothing attended beside a sink: output 0, and the sink is all there is of the softmax."""
+    for case in (Case(rows=0), Case(seq_lens=(0, 0)), Case(rows=40, mask="nothing")):
+        inputs = case.but(sinks="some").inputs()
+        got = decode(inputs, method)
+        assert not got.out.any()
+        assert_equal("lse", got.lse, inputs.sinks.expand(2, 6))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rule06_huge_logits_under_a_cap(level: str, method: str) -> None:
+    """Scores of any size, infinite ones too, end at the cap: nothing is NaN but what was."""
+    inputs = Case(batch=1, rows=300, peak=1e30, softcap=50.0).inputs()
+    q = inputs.q.clone()
+    q[0, 1, 0] = INF
+    q[0, 2, 0] = NAN
+    got = decode(inputs._replace(q=q), method)
+    assert got.out[0, 2].isnan().all()
+    assert got.out[0, [0, 1, 3, 4, 5]].isfinite().all()
+    assert (got.lse[0, [0, 1]] <= 50 + math.log(300)).all()
+    assert (got.lse[0, [0, 1]] >= 50).all()
 
 
 @pytest.mark.parametrize("group", [2, 3, 5])

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from cases import CHUNK, DRAWING, DTYPES, GROUPS, HEAD_DIMS, LENGTHS, LEVELS, MASKS, METHODS, Case
+from cases import (
+    CHUNK,
+    DRAWING,
+    DTYPES,
+    GROUPS,
+    HEAD_DIMS,
+    LENGTHS,
+    LEVELS,
+    MASKS,
+    METHODS,
+    SINKS,
+    Case,
+)
 from compare import (
     FP32,
     OPS,
     assert_equal,
+    assert_same,
     assert_within,
     check_decode,
     check_dense,
@@ -136,6 +151,59 @@ def test_lengths_at_every_edge(level: str, dtype: torch.dtype) -> None:
     check_decode(case, typed._replace(seq_lens=strided), "shared", 6)
 
 
+@pytest.mark.parametrize("cap", [0.7, 30.0, 1e6])
+def test_softcap(level: str, cap: float) -> None:
+    """Caps that bind everywhere, sometimes and never; before the mask, which is not capped."""
+    for dtype, mask in zip(DTYPES, ("none", "additive_heads", "sparse"), strict=True):
+        case = Case(rows=300, head_dim=24, peak=20.0, softcap=cap, mask=mask, dtype=dtype)
+        check(case.but(value_dim=40), 8)
+
+
+def test_softcap_binds() -> None:
+    case = Case(peak=20.0, softcap=5.0)
+    scores, _ = OPS.score(case.inputs().q, case.inputs().k, softcap=5.0)
+    plain, _ = OPS.score(case.inputs().q, case.inputs().k)
+    assert 4.99 < scores.abs().max() <= 5.0 < plain.abs().max()
+
+
+@pytest.mark.parametrize("sinks", SINKS)
+def test_sinks(level: str, sinks: str) -> None:
+    """At every strength, with heads and sequences that attend nothing."""
+    for dtype, mask in zip(DTYPES, ("none", "per_head", "additive"), strict=True):
+        case = Case(batch=2, rows=300, head_dim=24, value_dim=40, dtype=dtype, mask=mask)
+        check(case.but(sinks=sinks, seq_lens=(300, 0)), 8)
+        check(case.but(sinks=sinks, softcap=4.0, peak=9.0), 8, ("dense", "shared"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_that_are_absent_change_no_bit(method: str) -> None:
+    arguments = {"method": method, "samples": 12, **FLAGS}
+    plain = santa_torch.decode(**Case().inputs().arguments(), **arguments)
+    for sinks in ("absent", "weak"):
+        got = santa_torch.decode(**Case(sinks=sinks).inputs().arguments(), **arguments)
+        assert_same(got, plain)
+
+
+def test_a_sink_takes_its_share() -> None:
+    """A sink as strong as all rows together leaves half, and log(2) more in the log-sum-exp."""
+    inputs = Case(batch=1).inputs()
+    for method in METHODS:
+        arguments = {"method": method, "samples": 2**20, **FLAGS}
+        plain = santa_torch.decode(**inputs.arguments(), **arguments)
+        got = santa_torch.decode(**inputs._replace(sinks=plain.lse[0]).arguments(), **arguments)
+        torch.testing.assert_close(got.out, plain.out / 2, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(got.lse, plain.lse + math.log(2))
+
+
+def test_heads_that_look_at_their_sink_read_fewer_rows() -> None:
+    inputs = Case(rows=4000, peak=1.0).inputs()
+    rows = [
+        santa_torch.decode(**each.arguments(), samples=100, return_stats=True).stats.value_rows
+        for each in (inputs, inputs._replace(sinks=Case(sinks="strong").inputs().sinks))
+    ]
+    assert (rows[1] < rows[0] / 4).all()
+
+
 def test_seeds_and_positions_of_every_kind() -> None:
     case = Case(batch=3, rows=200)
     inputs = case.inputs()
@@ -162,7 +230,7 @@ def test_statistics_count_rows_and_bytes(method: str) -> None:
     keys = attends.view(2, 2, 4, 300).any(2).sum(-1)
     values = keys
     if method != "dense":
-        weights = OPS.weigh(*OPS.score(inputs.q, inputs.k, **inputs.selection()))
+        weights = OPS.weigh(*OPS.score(inputs.q, inputs.k, **inputs.scoring()))
         rows, _, num_rows = santa_torch.ops.draw(
             weights, samples=10, method=method, kv_heads=2, position=3
         )

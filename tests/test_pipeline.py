@@ -28,28 +28,37 @@ def decode(inputs: Any, method: str, **arguments: Any) -> santa_torch.DecodeOutp
 
 
 def staged(inputs: Any, method: str, samples: int, **address: int) -> dict[str, torch.Tensor]:
-    scores, maxima = OPS.score(inputs.q, inputs.k, **inputs.selection())
+    scores, maxima = OPS.score(inputs.q, inputs.k, **inputs.scoring())
     weights = OPS.weigh(scores, maxima)
     _, heads, rows = weights.shape
     kv_heads = inputs.k.shape[1]
     group = heads // kv_heads
     attended = (scores != -torch.inf).any(1)
     last = torch.where(attended, torch.arange(1, rows + 1), 0).amax(-1)
-    listed, counts, num_rows = santa_torch.ops.draw(
-        weights, samples=samples, method=method, kv_heads=kv_heads, position=last, **address
-    )
     total = weights.long().sum(-1, keepdim=True)
+    lse = maxima.double() + (total[..., 0].double() / ONE).log()
+    sinks = torch.full((heads,), -torch.inf) if inputs.sinks is None else inputs.sinks
+    row_mass = torch.sigmoid(lse - sinks.double()).float().nan_to_num(1.0)  # dead heads: any
+    listed, counts, num_rows = santa_torch.ops.draw(
+        weights,
+        samples=samples,
+        method=method,
+        kv_heads=kv_heads,
+        position=last,
+        row_mass=None if inputs.sinks is None else row_mass,
+        **address,
+    )
     if method == "shared":
         of_head = listed.repeat_interleave(group, 1)
-        p = weights.gather(2, of_head).double() / total
+        p = weights.gather(2, of_head).double() / total.clamp(min=1) * row_mass[..., None].double()
         inclusion = counts.repeat_interleave(group, 1).double()
         coefficients = torch.where(inclusion > 0, p * ONE / inclusion, 0.0).float()
     else:
-        coefficients = counts.float() / float(samples)
-    lse = (maxima.double() + (total[..., 0].double() / ONE).log()).float()
+        coefficients = counts.float() / float(samples) * row_mass[..., None]
+    lse = torch.where(maxima == -torch.inf, -torch.inf, lse)
     return {
         "out": OPS.gather(listed, coefficients, num_rows, inputs.v),
-        "lse": torch.where(maxima == -torch.inf, -torch.inf, lse),
+        "lse": torch.logaddexp(lse, sinks.double()).float(),
     }
 
 
@@ -64,6 +73,9 @@ def staged(inputs: Any, method: str, samples: int, **address: int) -> dict[str, 
         Case(rows=600, mask="heads"),
         Case(rows=900, mask="additive", seq_lens=(900, 333)),
         RAGGED,
+        Case(sinks="float32", mask="per_head"),
+        Case(sinks="strong", rows=2000, softcap=3.0, group=5),
+        RAGGED.but(sinks="bfloat16", softcap=20.0),
     ],
     ids=str,
 )
@@ -141,7 +153,7 @@ def test_rule37_threads_of_the_stages(threads: int) -> None:
     inputs = RAGGED.inputs()
 
     def stages() -> list[torch.Tensor]:
-        scores, maxima = OPS.score(inputs.q, inputs.k, **inputs.selection())
+        scores, maxima = OPS.score(inputs.q, inputs.k, **inputs.scoring())
         weights = OPS.weigh(scores, maxima)
         drawn = santa_torch.ops.draw(weights, samples=30, kv_heads=2, position=1)
         coefficients = drawn[1].float().repeat_interleave(3, 1) / ONE

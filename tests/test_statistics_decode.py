@@ -43,19 +43,28 @@ def attention_like(rows: int) -> Tensors:
 
 
 def exact_moments(
-    method: str, samples: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    method: str,
+    samples: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> list[Moments]:
     """Of every head's output, from the operator's own integer weights."""
-    weights = torch.ops.santa.weigh(*torch.ops.santa.score(q, k)).long()
+    scores, maxima = torch.ops.santa.score(q, k)
+    weights = torch.ops.santa.weigh(scores, maxima).long()
+    row_mass = torch.ones(q.shape[:2])
+    if sinks is not None:
+        row_mass = torch.sigmoid(scores.double().logsumexp(-1) - sinks.double()).float()
     found = []
     for head in range(q.shape[1]):
         kv = head // GROUP
-        values, of_head = v[0, kv].double(), weights[0, head]
+        values, of_head = v[0, kv].double() * float(row_mass[0, head]), weights[0, head]
         if method != "shared":
             found.append(moments(method, of_head, samples, values / samples))
             continue
-        group = weights[:, kv * GROUP : (kv + 1) * GROUP]
-        density = reference.inclusion(group, samples, 1)[0, 0]
+        heads = slice(kv * GROUP, (kv + 1) * GROUP)
+        density = reference.inclusion(weights[:, heads], samples, 1, row_mass[:, heads])[0, 0]
         share = of_head.double() / float(of_head.sum())
         factor = torch.where(density > 0, share * ONE / density, 0.0)
         found.append(moments(method, density, samples, factor[:, None] * values))
@@ -76,14 +85,26 @@ def outputs(
 @pytest.mark.parametrize(("spread", "samples"), [(0.0, 16), (0.7, 24), (2.5, 24), (9.0, 64)])
 def test_unbiased(method: str, spread: float, samples: int, n: int) -> None:
     """From uniform to one-hot: the mean of every output element, and its variance."""
-    tensors = inputs(530, spread)
-    dense = reference.decode(*tensors, method="dense")
-    expected = exact_moments(method, samples, *tensors)
+    check_unbiased(method, samples, n, inputs(530, spread))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unbiased_beside_sinks(method: str) -> None:
+    """Sinks that take from a thousandth to nearly all of a head's softmax."""
+    tensors = inputs(530, 0.7)
+    lse = reference.decode(*tensors, method="dense", return_lse=True).lse[0]
+    sinks = (lse + torch.linspace(-7, 7, GROUP * KV_HEADS)).float()
+    check_unbiased(method, 24, 4000, tensors, sinks=sinks)
+
+
+def check_unbiased(method: str, samples: int, n: int, tensors: Tensors, **extra: Any) -> None:
+    dense = reference.decode(*tensors, method="dense", **extra)
+    expected = exact_moments(method, samples, *tensors, **extra)
     total = torch.zeros(GROUP * KV_HEADS, VALUE_DIM, dtype=torch.float64)
     squares = torch.zeros_like(total)
     mean = torch.stack([m.mean for m in expected])
     for position in range(0, n, 2000):
-        out = outputs(method, samples, 2000, tensors, position=position).out.double()
+        out = outputs(method, samples, 2000, tensors, position=position, **extra).out.double()
         total += out.sum(0)
         squares += (out - mean).square().sum(0)
     # the integers and fp32 scores stand for the exact softmax

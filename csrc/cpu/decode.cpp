@@ -15,6 +15,7 @@
 #include "draw.h"
 #include "gather.h"
 #include "mask.h"
+#include "results.h"
 #include "score.h"
 #include "workspace.h"
 
@@ -33,6 +34,8 @@ class Step {
         shape_(params.shape),
         group_(params.shape.group_size()),
         kernels_(active_kernels()),
+        sinks_(params.sinks, params.shape.query_heads),
+        results_(params, sinks_),
         parallel_for_(parallel_for),
         extents_(attended_extents()),
         grid_(extents_, shape_.kv_heads),
@@ -209,6 +212,11 @@ class Step {
     for (int64_t head = 0; head < shape_.batch * shape_.query_heads; ++head) {
       const float* chunks = piece<float>(plan_.chunk_maxima) + head * plan_.chunks;
       float largest = kNegativeInfinity;
+      const int64_t sink = head % shape_.query_heads;
+      if (sinks_.undefined(sink)) {
+        piece<float>(plan_.maxima)[head] = sinks_[sink];
+        continue;
+      }
       for (int64_t c = 0; c < chunk_count(extents_[head / shape_.query_heads]); ++c) {
         if (chunks[c] > largest || chunks[c] != chunks[c]) largest = chunks[c];
         if (largest != largest) break;
@@ -219,7 +227,7 @@ class Step {
 
   void merge_dense(int64_t head) {
     const float maximum = piece<float>(plan_.maxima)[head];
-    if (!is_live(maximum)) return write_degenerate(head, maximum);
+    if (!is_live(maximum)) return results_.write_degenerate(head, maximum);
     std::vector<double> sum(shape_.value_dim, 0.0);
     double total = 0.0;
     for (int64_t c = 0; c < chunk_count(extents_[head / shape_.query_heads]); ++c) {
@@ -231,9 +239,10 @@ class Step {
       const float* partial = piece<float>(plan_.partial_out) + at * plan_.value_stride;
       for (int64_t d = 0; d < shape_.value_dim; ++d) sum[d] += scaled(factor, partial[d]);
     }
-    for (double& x : sum) x /= total;
-    write_out(head, sum.data());
-    params_.lse[head] = static_cast<float>(static_cast<double>(maximum) + std::log(total));
+    const double lse = static_cast<double>(maximum) + std::log(total);
+    const double row_mass = share_of_rows(lse, static_cast<double>(sinks_[head % shape_.query_heads]));
+    for (double& x : sum) x = x / total * row_mass;
+    results_.write(head, maximum, sum.data(), lse);
   }
 
   // factor * partial, where a chunk that counts for nothing adds nothing: its fp32 sum may have run to infinity.
@@ -268,12 +277,21 @@ class Step {
       uint64_t total = 0;
       for (int64_t c = 0; c < chunk_count(extents_[head / shape_.query_heads]); ++c) total += sums[c];
       piece<uint64_t>(plan_.totals)[head] = total;
+      const double sink = static_cast<double>(sinks_[head % shape_.query_heads]);
+      piece<float>(plan_.row_mass)[head] = static_cast<float>(share_of_rows(lse_of_rows(head), sink));
     }
+  }
+
+  double lse_of_rows(int64_t head) const {
+    return log_sum_exp(piece<float>(plan_.maxima)[head], piece<uint64_t>(plan_.totals)[head]);
   }
 
   void include_chunk(int64_t b, int64_t kv, int64_t chunk, float* reciprocal) {
     const int64_t head = head_index(b, kv, 0);
-    for (int64_t g = 0; g < group_; ++g) reciprocal[g] = reciprocal_total(piece<uint64_t>(plan_.totals)[head + g]);
+    for (int64_t g = 0; g < group_; ++g) {
+      reciprocal[g] =
+          reciprocal_total(piece<uint64_t>(plan_.totals)[head + g], piece<float>(plan_.row_mass)[head + g]);
+    }
     const int64_t at = (b * shape_.kv_heads + kv) * plan_.chunks + chunk;
     piece<uint64_t>(plan_.inclusion_sums)[at] =
         kernels_.include({.weights = piece<uint32_t>(plan_.scores) + head * padded_rows() + chunk * kChunkRows,
@@ -319,13 +337,14 @@ class Step {
       prefetch_rows(b, kv, sample);
       const int64_t n = static_cast<int64_t>(sample.rows.size());
       coefficients.resize(n);
+      const float row_mass = piece<float>(plan_.row_mass)[head];
       for (int64_t i = 0; i < n; ++i) {
-        coefficients[i] = static_cast<float>(sample.counts[i]) / static_cast<float>(params_.draw.samples);
+        coefficients[i] = share_of_draws(sample.counts[i], params_.draw.samples, row_mass);
       }
       write_sampled(head, gatherer.gather(b, kv, sample.rows.data(), n, coefficients.data(), n, 1));
       if (!stats) continue;
       read.insert(sample.rows.begin(), sample.rows.end());
-      std::fill(coefficients.begin(), coefficients.end(), 1.0f / static_cast<float>(params_.draw.samples));
+      std::fill(coefficients.begin(), coefficients.end(), share_of_draws(1, params_.draw.samples, row_mass));
       write_error(head,
                   gatherer.squared_error(b, kv, sample.rows.data(), n, coefficients.data(), sample.slack.data()));
     }
@@ -347,9 +366,10 @@ class Step {
       const int64_t head = head_index(b, kv, g);
       const uint32_t* weights = piece<uint32_t>(plan_.scores) + head * padded_rows();
       const uint64_t total = piece<uint64_t>(plan_.totals)[head];
+      const float row_mass = piece<float>(plan_.row_mass)[head];
       for (int64_t i = 0; i < n; ++i) {
         coefficients[g * n + i] =
-            horvitz_thompson(weights[sample.rows[i]], total, static_cast<uint32_t>(sample.counts[i]));
+            horvitz_thompson(weights[sample.rows[i]], total, row_mass, static_cast<uint32_t>(sample.counts[i]));
       }
     }
     const double* out = gatherer.gather(b, kv, sample.rows.data(), n, coefficients.data(), n, group_);
@@ -371,40 +391,20 @@ class Step {
     }
   }
 
-  // ---- results ----
-
-  void write_out(int64_t head, const double* values) {
-    with_dtype(shape_.dtype, [&](auto type) {
-      auto* to = static_cast<decltype(type)*>(params_.out) + head * shape_.value_dim;
-      for (int64_t d = 0; d < shape_.value_dim; ++d) store_as(static_cast<float>(values[d]), to + d);
-    });
-  }
-
-  // Nothing attended: output 0 and lse -inf. NaN or +inf among the scores: NaN, as softmax gives.
-  void write_degenerate(int64_t head, float maximum) {
-    const bool empty = maximum == kNegativeInfinity;
-    const std::vector<double> values(shape_.value_dim, empty ? 0.0 : std::numeric_limits<double>::quiet_NaN());
-    write_out(head, values.data());
-    params_.lse[head] = maximum;
-  }
-
   void write_sampled(int64_t head, const double* values) {
-    const float maximum = piece<float>(plan_.maxima)[head];
-    if (!is_live(maximum)) return write_degenerate(head, maximum);
-    write_out(head, values);
-    params_.lse[head] = static_cast<float>(log_sum_exp(maximum, piece<uint64_t>(plan_.totals)[head]));
+    results_.write(head, piece<float>(plan_.maxima)[head], values, lse_of_rows(head));
   }
 
   void write_error(int64_t head, double error) {
-    const float maximum = piece<float>(plan_.maxima)[head];
-    const bool undefined = !is_live(maximum) && maximum != kNegativeInfinity;
-    params_.squared_error[head] = undefined ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(error);
+    results_.write_error(head, piece<float>(plan_.maxima)[head], error);
   }
 
   const DecodeParams& params_;
   const DecodeShape shape_;
   const int64_t group_;
   const KernelTable& kernels_;
+  const Sinks sinks_;
+  const Results results_;
   const ParallelFor& parallel_for_;
   const std::vector<int64_t> extents_;  // [B]: one past the last attended row
   const ChunkGrid grid_;

@@ -171,6 +171,32 @@ void accumulate(const AccumulateTile& tile) {
   }
 }
 
+// ---- soft cap ----------------------------------------------------------------------------------------------
+
+// tanh(x) from u = tanh(x / 2) as 2u / (1 + u^2), with u the seventh convergent of Lambert's continued fraction
+// x / (1 + x^2 / (3 + x^2 / (5 + ...))): off by 2.7e-7 relative at most. Bounding first costs nothing, since
+// tanh(10) is 1 in fp32, and keeps NaN, which max and min return when it is their second argument.
+inline F hyperbolic_tangent_of_twice(F half) {
+  const F x = Isa::min(Isa::set1(5.0f), Isa::max(Isa::set1(-5.0f), half));
+  const F z = Isa::mul(x, x);
+  F p = Isa::add(z, Isa::set1(378.0f));
+  p = Isa::fma(p, z, Isa::set1(17325.0f));
+  p = Isa::fma(p, z, Isa::set1(135135.0f));
+  F q = Isa::fma(Isa::set1(28.0f), z, Isa::set1(3150.0f));
+  q = Isa::fma(q, z, Isa::set1(62370.0f));
+  q = Isa::fma(q, z, Isa::set1(135135.0f));
+  const F u = Isa::div(Isa::mul(x, p), q);
+  return Isa::div(Isa::add(u, u), Isa::fma(u, u, Isa::set1(1.0f)));
+}
+
+void softcap(float* x, int64_t n, float cap) {
+  const F half_inverse = Isa::set1(0.5f / cap);
+  for (int64_t i = 0; i < n; i += Isa::kLanes) {
+    const F tangent = hyperbolic_tangent_of_twice(Isa::mul(Isa::load(x + i), half_inverse));
+    Isa::store(x + i, Isa::mul(tangent, Isa::set1(cap)));
+  }
+}
+
 // ---- softmax, weights, inclusion ---------------------------------------------------------------------------
 
 float maximum(const float* x, int64_t n) {
@@ -248,6 +274,7 @@ uint64_t include(const IncludeTile& tile) {
 constexpr KernelTable kTable = {
     .score = {score<float>, score<Half>, score<BFloat>},
     .accumulate = {accumulate<float>, accumulate<Half>, accumulate<BFloat>},
+    .softcap = softcap,
     .maximum = maximum,
     .exponentiate = exponentiate,
     .weigh = weigh,

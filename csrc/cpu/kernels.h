@@ -55,6 +55,8 @@ struct IncludeTile {
 struct KernelTable {
   void (*score[kDtypes])(const ScoreTile&);
   void (*accumulate[kDtypes])(const AccumulateTile&);
+  // x = cap * tanh(x / cap) in place, n a multiple of kPadFloats.
+  void (*softcap)(float* x, int64_t n, float cap);
   // Largest of n numbers (a multiple of kPadFloats): NaN if any is.
   float (*maximum)(const float* x, int64_t n);
   // x = exp(x - maximum) in place; returns the fp32 sum.

@@ -42,6 +42,7 @@ struct Isa {
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }
   static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }

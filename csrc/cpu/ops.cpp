@@ -18,12 +18,13 @@ using torch::headeronly::ScalarType;
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_op(
     const Tensor& q, const Tensor& k, const Tensor& v, int64_t samples, const std::string& method,
     std::optional<double> scale, const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens,
-    const Tensor& seed, const std::optional<Tensor>& position, int64_t layer, int64_t head_offset,
-    bool return_stats) {
+    std::optional<double> softcap, const std::optional<Tensor>& sinks, const Tensor& seed,
+    const std::optional<Tensor>& position, int64_t layer, int64_t head_offset, bool return_stats) {
   const std::string op = "santa::decode";
-  CheckedDecode checked = check_decode(op, q, k, &v, scale, mask, seq_lens);
+  CheckedDecode checked = check_decode(op, q, k, &v, scale, mask, seq_lens, softcap);
   DecodeParams& params = checked.params;
   const DecodeShape& shape = params.shape;
+  if (sinks.has_value()) params.sinks = check_sinks(op, *sinks, shape, q);
   params.draw =
       check_draw(op, method, samples, seed, position, layer, head_offset, shape.batch, shape.query_heads, q);
 
@@ -45,8 +46,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_op(
 }
 
 std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optional<double> scale,
-                                    const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens) {
-  const CheckedDecode checked = check_decode("santa::score", q, k, nullptr, scale, mask, seq_lens);
+                                    const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens,
+                                    std::optional<double> softcap) {
+  const CheckedDecode checked = check_decode("santa::score", q, k, nullptr, scale, mask, seq_lens, softcap);
   const DecodeShape& shape = checked.params.shape;
   Tensor scores = empty(q, {shape.batch, shape.query_heads, shape.rows}, ScalarType::Float);
   Tensor maxima = empty(q, {shape.batch, shape.query_heads}, ScalarType::Float);

@@ -73,6 +73,12 @@ const AttendedRows& Scorer::score(int64_t b, int64_t kv_head, int64_t chunk, int
          .scores = attended.all ? scores : packed_.data(),
          .scores_stride = attended.all ? scores_stride : kChunkRows});
   }
+  if (params_.softcap != 0.0f) {
+    for (int64_t g = 0; g < group; ++g) {
+      float* row = attended.all ? scores + g * scores_stride : packed_.data() + g * kChunkRows;
+      kernels_.softcap(row, pad(attended.count), params_.softcap);
+    }
+  }
   if (!attended.all) {
     spread(b, kv_head, scores, scores_stride);
   } else {

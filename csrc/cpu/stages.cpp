@@ -98,8 +98,8 @@ struct OwnedDensity {
   }
 };
 
-// Inclusion probabilities of one group from its heads' weights [G, rows].
-void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t samples,
+// Inclusion probabilities of one group from its heads' weights [G, rows]. row_mass [G] may be null: all of it.
+void include_rows(const uint32_t* weights, const float* row_mass, int64_t group, int64_t rows, int64_t samples,
                   const KernelTable& kernels, OwnedDensity* density) {
   std::vector<uint32_t> padded(group * density->values.size(), 0);
   std::vector<float> reciprocal(group);
@@ -108,7 +108,7 @@ void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t 
     uint64_t total = 0;
     for (int64_t j = 0; j < rows; ++j) total += weights[g * rows + j];
     std::copy_n(weights + g * rows, rows, padded.data() + g * stride);
-    reciprocal[g] = reciprocal_total(total);
+    reciprocal[g] = reciprocal_total(total, row_mass == nullptr ? 1.0f : row_mass[g]);
   }
   for (size_t c = 0; c < density->chunk_sums.size(); ++c) {
     density->chunk_sums[c] =
@@ -123,9 +123,28 @@ void include_rows(const uint32_t* weights, int64_t group, int64_t rows, int64_t 
   }
 }
 
+// A contiguous copy; nothing where nothing was given.
+std::optional<Tensor> check_row_mass(const std::string& op, const std::optional<Tensor>& given, int64_t batch,
+                                     int64_t heads) {
+  if (!given.has_value()) return std::nullopt;
+  check_tensor(op, "row_mass", *given, 2, ScalarType::Float, "float32 [B, Hq]");
+  if (!same_sizes(*given, {batch, heads})) {
+    fail(op, "row_mass must have shape [B, Hq] = [", batch, ", ", heads, "], got ", shape_text(*given));
+  }
+  const Tensor row_mass = torch::stable::contiguous(*given);
+  const float* from = row_mass.const_data_ptr<float>();
+  for (int64_t at = 0; at < batch * heads; ++at) {
+    if (!(from[at] >= 0.0f && from[at] <= 1.0f)) {
+      fail(op, "row_mass must lie between 0 and 1, got ", from[at], " at flat index ", at);
+    }
+  }
+  return row_mass;
+}
+
 std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, const std::string& method,
                                            int64_t kv_heads, const Tensor& seed, const Tensor& position,
-                                           int64_t layer, int64_t head_offset) {
+                                           int64_t layer, int64_t head_offset,
+                                           const std::optional<Tensor>& row_mass_in) {
   const std::string op = "santa::draw";
   check_tensor(op, "weights", weights_in, 3, ScalarType::Int, "int32 [B, Hq, L]");
   const int64_t batch = weights_in.size(0);
@@ -146,6 +165,8 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
       std::find_if(from, end, [](int32_t w) { return w < 0 || w > static_cast<int32_t>(kWeightOne); });
   if (bad != end) fail(op, "weights must lie between 0 and 2^30, got ", *bad, " at flat index ", bad - from);
 
+  const std::optional<Tensor> row_mass = check_row_mass(op, row_mass_in, batch, heads);
+
   const bool shared = params.method == Method::kShared;
   const int64_t group = heads / kv_heads;
   const int64_t draw_heads = shared ? kv_heads : heads;
@@ -165,7 +186,9 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
       const int64_t first_head = shared ? at % draw_heads * group : at % draw_heads;
       const uint32_t* head_weights = reinterpret_cast<const uint32_t*>(from) + (b * heads + first_head) * rows;
       if (shared) {
-        include_rows(head_weights, group, rows, samples, kernels, &density);
+        const float* mass =
+            row_mass.has_value() ? row_mass->const_data_ptr<float>() + b * heads + first_head : nullptr;
+        include_rows(head_weights, mass, group, rows, samples, kernels, &density);
       } else {
         std::copy_n(head_weights, rows, density.values.begin());
         density.sum(kernels);

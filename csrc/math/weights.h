@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "host_device.h"
 
@@ -18,16 +19,34 @@ SANTA_HD double log_sum_exp(float maximum, uint64_t total) {
   return static_cast<double>(maximum) + std::log(static_cast<double>(total) / kWeightOne);
 }
 
+// Log-sum-exp of a head's rows and its sink together.
+SANTA_HD double add_sink(double lse, double sink) {
+  if (sink == -std::numeric_limits<double>::infinity()) return lse;
+  const double larger = lse > sink ? lse : sink;
+  return larger + std::log1p(std::exp((lse > sink ? sink : lse) - larger));
+}
+
+// Share of a head's softmax that lies on its rows; the rest lies on the sink, which has no value. Sampling the
+// rows alone and multiplying by their share has less variance than drawing the sink among them.
+SANTA_HD double share_of_rows(double lse, double sink) { return 1.0 / (1.0 + std::exp(sink - lse)); }
+
 // The reciprocal total by which a head's weights become probabilities when rows are sized for the shared
-// sample. 0 leaves the head out.
-SANTA_HD float reciprocal_total(uint64_t total) { return total == 0 ? 0.0f : 1.0f / static_cast<float>(total); }
+// sample; `row_mass` is its share_of_rows. 0 leaves the head out.
+SANTA_HD float reciprocal_total(uint64_t total, float row_mass) {
+  return total == 0 ? 0.0f : 1.0f / static_cast<float>(total) * row_mass;
+}
 
 // Horvitz-Thompson coefficient p / pi of a sampled row. In fp64 and rounded once, so that every backend
 // has the same bits.
-SANTA_HD float horvitz_thompson(uint32_t weight, uint64_t total, uint32_t inclusion) {
+SANTA_HD float horvitz_thompson(uint32_t weight, uint64_t total, float row_mass, uint32_t inclusion) {
   if (weight == 0) return 0.0f;
-  const double p = static_cast<double>(weight) / static_cast<double>(total);
+  const double p = static_cast<double>(weight) / static_cast<double>(total) * static_cast<double>(row_mass);
   return static_cast<float>(p * kWeightOne / static_cast<double>(inclusion));
+}
+
+// Coefficient of a row that a head's own sample holds `count` times.
+SANTA_HD float share_of_draws(int32_t count, int64_t samples, float row_mass) {
+  return static_cast<float>(count) / static_cast<float>(samples) * row_mass;
 }
 
 }  // namespace santa

@@ -300,11 +300,25 @@ void check_vectors(const KernelTable& kernels) {
     CHECK(sum == total, "weigh");
     CHECK(kernels.sum_blocks(weights.data.get(), n, again.data.get()) == total && equal(sums, again),
           "sum_blocks");
-    const float reciprocal = reciprocal_total(total);
+    const float reciprocal = reciprocal_total(total, 1.0f);
     kernels.include({weights.data.get(), n, &reciprocal, 1, n, 4.0f, inclusion.data.get(), sums.data.get()});
     x[n - 1] = std::nanf("");
     CHECK(std::isnan(kernels.maximum(x.data.get(), n)), "a NaN in the last lane");
     ++steps;
+  }
+  const float special[] = {0.0f, -0.0f, INFINITY, -INFINITY, std::nanf(""), 1e-30f, -3e38f, 1e-3f};
+  for (const float cap : {0.5f, 30.0f, 1e20f}) {
+    Block<float> x(256), capped(256);
+    for (int64_t i = 0; i < 256; ++i) x[i] = i < 8 ? special[i] : cap * 3 * normal();
+    std::memcpy(capped.data.get(), x.data.get(), 256 * sizeof(float));
+    kernels.softcap(capped.data.get(), 256, cap);
+    for (int64_t i = 0; i < 256; ++i) {
+      const double exact = cap * std::tanh(static_cast<double>(x[i]) / cap);
+      const double tiny = 3e-38 * cap;  // what underflows on the way
+      const bool close = std::abs(capped[i] - exact) <= 5e-7 * std::abs(exact) + tiny;
+      CHECK(std::isnan(x[i]) ? std::isnan(capped[i]) : close, "softcap");
+      ++steps;
+    }
   }
 }
 

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "../math/softmax.h"
+#include "../math/weights.h"
+#include "../params.h"
+#include "convert.h"
+
+namespace santa::cpu {
+
+// The sinks of a step in fp32: -inf, hence without effect, where there are none.
+class Sinks {
+ public:
+  Sinks(const SinkParams& params, int64_t query_heads) : logits_(query_heads, kNegativeInfinity) {
+    if (params.data == nullptr) return;
+    with_dtype(params.dtype, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(params.data);
+      for (int64_t h = 0; h < query_heads; ++h) logits_[h] = to_float(from[h * params.stride]);
+    });
+  }
+
+  float operator[](int64_t head) const { return logits_[head]; }
+
+  // NaN or +inf among the logits of a softmax makes it NaN.
+  bool undefined(int64_t head) const { return !(logits_[head] < std::numeric_limits<float>::infinity()); }
+
+ private:
+  std::vector<float> logits_;  // [Hq]
+};
+
+// Writes what a step returns, head by head; `head` counts over the batch, [B, Hq].
+class Results {
+ public:
+  Results(const DecodeParams& params, const Sinks& sinks) : params_(params), sinks_(sinks) {}
+
+  // `lse` is that of the rows; the values have their share of the softmax already.
+  void write(int64_t head, float maximum, const double* values, double lse) const {
+    if (!is_live(maximum)) return write_degenerate(head, maximum);
+    write_out(head, values);
+    params_.lse[head] = static_cast<float>(add_sink(lse, sink(head)));
+  }
+
+  // Nothing attended: output 0, and the sink alone in the log-sum-exp. NaN or +inf among the logits: NaN, as
+  // softmax gives.
+  void write_degenerate(int64_t head, float maximum) const {
+    const bool empty = maximum == kNegativeInfinity;
+    const std::vector<double> values(params_.shape.value_dim,
+                                     empty ? 0.0 : std::numeric_limits<double>::quiet_NaN());
+    write_out(head, values.data());
+    params_.lse[head] = empty ? static_cast<float>(sink(head)) : maximum;
+  }
+
+  void write_error(int64_t head, float maximum, double error) const {
+    const bool undefined = !is_live(maximum) && maximum != kNegativeInfinity;
+    params_.squared_error[head] = undefined ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(error);
+  }
+
+ private:
+  double sink(int64_t head) const { return static_cast<double>(sinks_[head % params_.shape.query_heads]); }
+
+  void write_out(int64_t head, const double* values) const {
+    with_dtype(params_.shape.dtype, [&](auto type) {
+      auto* to = static_cast<decltype(type)*>(params_.out) + head * params_.shape.value_dim;
+      for (int64_t d = 0; d < params_.shape.value_dim; ++d) store_as(static_cast<float>(values[d]), to + d);
+    });
+  }
+
+  const DecodeParams& params_;
+  const Sinks& sinks_;
+};
+
+}  // namespace santa::cpu
