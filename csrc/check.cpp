@@ -223,7 +223,7 @@ CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor&
   if (!std::isfinite(params.scale)) fail(op, "scale must be finite in float32, got ", factor);
   if (softcap.has_value()) {
     params.softcap = static_cast<float>(*softcap);
-    if (!(params.softcap > 0.0f) || !std::isfinite(params.softcap)) {
+    if (params.softcap <= 0.0f || !std::isfinite(params.softcap)) {
       fail(op, "softcap must be positive and finite in float32, got ", *softcap);
     }
   }

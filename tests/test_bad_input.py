@@ -155,6 +155,7 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("decode", {"softcap": "50"}, ("softcap", "50")),
     ("decode", {"sinks": sinks[:5]}, ("sinks", "[Hq] = [6]", "[5]")),
     ("decode", {"sinks": sinks[None]}, ("sinks", "[1, 6]")),
+    ("decode", {"sinks": sinks[:, None]}, ("sinks", "[6, 1]")),
     ("decode", {"sinks": sinks.double()}, ("sinks", "float64")),
     ("decode", {"sinks": sinks.long()}, ("sinks", "int64")),
     ("decode", {"sinks": 0.5}, ("sinks", "0.5")),

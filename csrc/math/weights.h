@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "host_device.h"
 
@@ -19,9 +18,8 @@ SANTA_HD double log_sum_exp(float maximum, uint64_t total) {
   return static_cast<double>(maximum) + std::log(static_cast<double>(total) / kWeightOne);
 }
 
-// Log-sum-exp of a head's rows and its sink together.
+// Log-sum-exp of a head's rows and its sink together; `lse` is finite, a sink of -inf adds nothing.
 SANTA_HD double add_sink(double lse, double sink) {
-  if (sink == -std::numeric_limits<double>::infinity()) return lse;
   const double larger = lse > sink ? lse : sink;
   return larger + std::log1p(std::exp((lse > sink ? sink : lse) - larger));
 }
