@@ -45,7 +45,9 @@ class SantaCache(Cache):
     A full cache raises a ``ValueError``, and the ``IndexError`` or ``RuntimeError`` of torch's
     ``index_copy`` where the length cannot be read beforehand (in a graph, on a GPU). Nothing is
     written past the end, but such a graph may have advanced some layers: ``reset`` the cache then.
-    To compile the first forward too, call ``early_initialization``.
+    To compile the first forward too, call ``early_initialization``. A module for ``torch.export``
+    does that, registers ``keys``, ``values`` and ``length`` of the layers as buffers, and begins by
+    copying the position that it is given into each ``length``, which tracing may have advanced.
 
     Parameters
     ----------
