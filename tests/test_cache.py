@@ -16,7 +16,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from santa_torch import SantaConfig, hf
-from santa_torch.hf.cache import SantaLayer
+from santa_torch.hf.layer_growing import SantaLayer
+from santa_torch.hf.layer_static import SantaStaticLayer
 
 CONFIG = LlamaConfig(**TINY)
 
@@ -60,18 +61,26 @@ def test_appends_in_place_and_grows_seldom() -> None:
     assert max(capacities) <= 1.5 * 2010 + 256
 
 
-def test_an_append_costs_the_same_at_any_length() -> None:
-    # Counted, not timed: bytes written by the profiler's copies.
-    def copied(length: int) -> int:
-        layer = SantaLayer(reserve=length + 8)
+@pytest.mark.parametrize("static", [False, True])
+def test_an_append_costs_the_same_at_any_length(static: bool) -> None:
+    # Counted, not timed: elements written by the profiler's copies, bytes that it saw allocated.
+    def cost(length: int) -> tuple[int, int]:
+        layer = SantaStaticLayer(length + 8) if static else SantaLayer(reserve=length + 8)
         layer.update(*rows(length))
-        new = rows(1)
-        with torch.profiler.profile(record_shapes=True) as profile:
+        new, address = rows(1), layer.keys.data_ptr()
+        with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
             layer.update(*new)
-        shapes = [event.input_shapes for event in profile.events() if event.name == "aten::copy_"]
-        return sum(torch.Size(shape[0]).numel() for shape in shapes)
+        assert layer.keys.data_ptr() == address
+        events = profile.events()
+        name, source = ("aten::index_copy_", 3) if static else ("aten::copy_", 1)
+        shapes = [event.input_shapes[source] for event in events if event.name == name]
+        written = sum(torch.Size(shape).numel() for shape in shapes)
+        allocated = sum(max(event.self_cpu_memory_usage, 0) for event in events)
+        return written, allocated
 
-    assert copied(8) == copied(5000) == 2 * 2 * (16 + 24)
+    assert cost(8) == cost(5000)
+    assert cost(8)[0] == 2 * 2 * (16 + 24)
+    assert cost(8)[1] < 256  # positions
 
 
 def test_reserve_makes_room_once() -> None:
