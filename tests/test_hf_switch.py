@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import FAMILIES
 from tiny_models import (
     DENSE,
     SAMPLED,
@@ -70,10 +71,23 @@ def test_rule42_sliding_layers_without_a_position_are_refused(
     with hf.use(model, SAMPLED):
         for where in (None, three):
             options = {"position_ids": where, "sliding_window": 8}
-            with pytest.raises(ValueError, match=r"position_ids=None: .* window of 8 rows"):
+            with pytest.raises(ValueError, match=r"position_ids=None: .*sliding_window=8"):
                 attention_forward(module, q, kv, kv, None, **options)
         with pytest.raises(ValueError, match=r"position_ids .*\(1, 1, 3, 1\)"):
             attention_forward(module, q, kv, kv, None, position_ids=torch.zeros(1, 1, 3, 1))
+
+
+@torch.no_grad()
+def test_layers_that_keep_every_row_need_no_position() -> None:
+    """Llama-4 tells no positions: its chunked layers are refused, the others can be sampled."""
+    (family,) = (family for family in FAMILIES if family.name == "Llama-4, chunks")
+    llama4 = family.build()
+    exact = last_logits(llama4)
+    with hf.use(llama4, SantaConfig("dense", layers=[1])), hf.record(llama4) as traffic:
+        torch.testing.assert_close(last_logits(llama4), exact, rtol=1e-4, atol=1e-4)
+    assert traffic.value_rows == 41
+    with hf.use(llama4, DENSE), pytest.raises(ValueError, match=r"chunked_attention.*layers="):
+        last_logits(llama4)
 
 
 def test_positions_that_models_tell_in_other_ways(model: LlamaForCausalLM) -> None:

@@ -55,7 +55,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrapped_models(name: str) -> None:
+def test_rule43_wrapped_models(name: str) -> None:
     model = tiny_llama()
     wrapped = WRAPPERS[name](model)
     exact = last_logits(model)
@@ -88,7 +88,7 @@ def test_lora_weights_take_part() -> None:
     assert not torch.allclose(with_lora, without, atol=1e-2)
 
 
-def test_several_models_are_named() -> None:
+def test_rule43_several_models_are_named() -> None:
     pair = Wrapper(actor=tiny_llama(), critic=Wrapper(inner=tiny_llama()))
     expected = r"Wrapper holds several .*: actor \(Llama.*\), critic\.inner \(LlamaForCausalLM\)"
     for switch in (hf.enable, hf.disable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_rows_after_a_context(model: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_left_padded_rows(model: Any, method: str) -> None:
+def test_rule41_left_padded_rows(model: Any, method: str) -> None:
     q, k, v = inputs(2)
     padding = torch.tensor([0, 260])
     mask = causal() & (torch.arange(LENGTH) >= padding[:, None, None, None])
@@ -103,7 +104,7 @@ def test_left_padded_rows(model: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_static_caches(model: Any, method: str) -> None:
+def test_rule41_static_caches(model: Any, method: str) -> None:
     q, k, v = inputs(2, length=LENGTH + 50)
     mask = torch.nn.functional.pad(causal(), (0, 50 + 9))  # longer than the cache, as on 4.57
     static = [mask[:, :, i : i + 1, : LENGTH + 50] for i in range(ROWS)]
@@ -116,7 +117,7 @@ def test_static_caches(model: Any, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("window", [9, 280])
-def test_sliding_windows(model: Any, method: str, window: int) -> None:
+def test_rule41_sliding_windows(model: Any, method: str, window: int) -> None:
     q, k, v = inputs(2)
     mask = causal(window=window)
     masks = [mask[:, :, i : i + 1] for i in range(ROWS)]
@@ -135,7 +136,7 @@ def test_sliding_windows(model: Any, method: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 6])
-def test_additive_masks_for_each_head(model: Any, heads: int) -> None:
+def test_rule41_additive_masks_for_each_head(model: Any, heads: int) -> None:
     q, k, v = inputs(2)
     mask = torch.randn(2, heads, ROWS, LENGTH).where(causal(), -torch.inf)
     masks = [mask[:, :, i : i + 1] for i in range(ROWS)]
@@ -182,6 +183,14 @@ def test_blocks_bound_the_scratch_memory(model: Any, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(rows, "SCRATCH_BYTES", 1)
         assert torch.equal(attend(model, q, k, v, causal(), positions()), whole)
     assert counts == [7, 7] + 2 * [3, 3, 1] + 14 * [1]
+
+
+def test_rule45_heads_of_a_rank_are_counted_globally(model: Any, calls: list[Any]) -> None:
+    q, k, v = inputs(2)
+    with hf.use(model, settings()):
+        model.model.layers[1].self_attn.santa_binding.rank = 3
+        attend(model, q, k, v, causal(), positions())
+    assert [call["head_offset"] for call in calls] == [3 * 6] * 2
 
 
 def test_keys_are_not_copied(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +265,7 @@ def test_a_teacher_forced_forward_with_a_sliding_window() -> None:
 
 
 @pytest.mark.parametrize("method", ["dense", "systematic", "shared"])
-def test_assisted_decoding_writes_the_same_text(model: Any, method: str) -> None:
+def test_rule44_assisted_decoding_writes_the_same_text(model: Any, method: str) -> None:
     ids = tokens(1, 8).repeat(1, 4)
     assistant = tiny_llama(num_hidden_layers=1)
     free = {"new": 24, "min_new_tokens": None}  # which assisted decoding refuses on 4.57
@@ -269,6 +278,36 @@ def test_assisted_decoding_writes_the_same_text(model: Any, method: str) -> None
                 text = generate(model, ids, **free, **extra, **given)
                 accepted.append(torch.equal(text, expected))
     assert accepted == [True] * 4
+    if method != "dense":  # under the default, drafts change the text
+        with hf.use(model, settings(method, query_rows="decode")):
+            plain = generate(model, ids, **free)
+            drafted = generate(model, ids, **free, prompt_lookup_num_tokens=4)
+        assert not torch.equal(plain, drafted)
+
+
+@torch.no_grad()
+def test_compiled_rows_equal_eager_ones() -> None:
+    """The rows that verify a draft, in a cache of a fixed size: one graph, any seed."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = tiny_llama(num_hidden_layers=2)
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+
+    def verify(run: Any) -> torch.Tensor:
+        cache = with_cache(model, hf.SantaCache(model.config, max_cache_len=64))
+        model(tokens(1, 20), **cache)
+        where = {"position_ids": torch.arange(20, 25)[None]}
+        if "cache_position" in inspect.signature(model.forward).parameters:
+            where["cache_position"] = where["position_ids"][0]
+        return run(tokens(1, 5, seed=1), **cache, **where).logits
+
+    for seed in (1, 2):
+        with hf.use(model, settings(samples=3, seed=seed)):
+            assert torch.equal(verify(compiled), verify(model))
+    assert counter.frame_count == 1
 
 
 def test_rows_of_decode_stay_exact(model: Any) -> None:

@@ -100,7 +100,7 @@ def attention_forward(
     scaling : float, optional
         Factor of the scores; default ``1 / sqrt(D)``.
     **kwargs
-        ``position_ids`` ``[B or 1, Q]``, needed on sliding-window layers; ``softcap``, a number;
+        ``position_ids`` ``[B or 1, Q]``, needed where old rows are evicted; ``softcap``, a number;
         ``s_aux`` ``[Hq]``, the sinks. ``is_causal`` counts where there is no mask, and
         ``sliding_window`` is in the mask already.
 
@@ -249,8 +249,7 @@ def _positions(
     """One past the position of each query row, int64 ``[B or 1, Q]``, or None if nobody tells.
 
     None leaves it to the operator, which takes the place after the last attended row. That moves at
-    every step as long as no row is evicted; on sliding layers it stands still, and the draws would
-    repeat.
+    every step as long as no row is evicted; elsewhere it stands still, and the draws would repeat.
     """
     position_ids = kwargs.get("position_ids")
     if position_ids is None and kwargs.get("cache_position") is not None:
@@ -260,11 +259,12 @@ def _positions(
         # text before them in some models. The three alone repeat within an image.
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if position_ids is None:
-        if _window(module, kwargs) is not None:
+        bounded = _bounded_by(module, kwargs)
+        if bounded is not None:
             raise ValueError(
-                f"position_ids=None: {type(module).__name__} has a sliding window of "
-                f"{_window(module, kwargs)} rows and is not told where the query is, without which "
-                "the draws would repeat at every step"
+                f"position_ids=None: {type(module).__name__} attends to a part of the past "
+                f"({bounded}) and is not told where the query is, without which the draws would "
+                "repeat at every step; leave such layers out of SantaConfig(layers=...)"
             )
         return None
     if position_ids.ndim != 2 or position_ids.shape[1] != query.shape[2]:
@@ -275,10 +275,17 @@ def _positions(
     return position_ids.to(device=query.device, dtype=torch.int64) + 1
 
 
-def _window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Rows that a sliding-window layer keeps; None where every row stays."""
-    given = kwargs.get("sliding_window")
-    return getattr(module, "sliding_window", None) if given is None else given
+def _bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """What lets a layer forget old rows, or None where every row stays.
+
+    Layers say it by their window, or by their type alone (the chunks of Llama-4).
+    """
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    if window is not None:
+        return f"sliding_window={window}"
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = types[module.layer_idx] if types else "full_attention"
+    return None if kind == "full_attention" else str(kind)
 
 
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
