@@ -289,6 +289,11 @@ def test_backward_through_the_cache_raises(model: LlamaForCausalLM) -> None:
     logits = model(tokens(1, 5), **with_cache(model, cache)).logits
     with pytest.raises(RuntimeError, match="backward"):
         logits.sum().backward()
+    for index in (0, 1):
+        layer, _ = pair(2)
+        got = layer.update(*(new.requires_grad_() for new in rows(1)))[index]
+        with pytest.raises(RuntimeError, match="backward"):
+            got.sum().backward()
 
 
 @pytest.mark.parametrize("chunks", [(37,), (16, 16, 5), (1,) * 37])
