@@ -35,14 +35,15 @@ def test_dense_logits_equal_sdpa(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, exact, rtol=tolerance, atol=tolerance)
 
 
-def test_autocast(calls: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("rows", ["decode", "all"])
+def test_autocast(calls: list[dict[str, Any]], rows: str) -> None:
     """Under autocast, rotated queries and keys are float32 and values bfloat16."""
     model = tiny_llama()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         exact = last_logits(model, batch=2)
-        with hf.use(model, DENSE):
+        with hf.use(model, SantaConfig("dense", query_rows=rows)):
             ours = last_logits(model, batch=2)
-    assert calls
+    assert len(calls) == (3 if rows == "decode" else 3 + 2 * 3)
     torch.testing.assert_close(ours, exact, rtol=3e-2, atol=3e-2)
 
 

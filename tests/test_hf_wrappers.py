@@ -50,7 +50,7 @@ WRAPPERS = {
     "adapter": adapted,
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "module": lambda model: Wrapper(module=model),
-    "twice the same": lambda model: Wrapper(module=model, policy=model),
+    "twice the same": lambda model: Wrapper(actor=Wrapper(module=model), critic=model),
 }
 
 

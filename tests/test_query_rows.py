@@ -360,3 +360,29 @@ def test_short_contexts_are_exact(model: Any) -> None:
         static = transformers.StaticCache(config=model.config, max_cache_len=capacity)
         out = step(30, below=49, cache=static)
         assert torch.allclose(out, exact, atol=1e-4) is not samples
+
+
+@torch.no_grad()
+def test_a_compiled_step_compiles_once_more_at_the_limit() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = tiny_llama(num_hidden_layers=1)
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+
+    def steps(run: Any) -> torch.Tensor:
+        cache = hf.SantaCache(model.config, reserve=300)
+        model(tokens(1, 20), **with_cache(model, cache))
+        inputs = [tokens(1, 1, seed=step) for step in range(12)]
+        return torch.cat([run(ids, **with_cache(model, cache)).logits for ids in inputs])
+
+    graphs = []
+    for below in (0, 26):
+        with hf.use(model, SantaConfig(samples=2, dense_below=below)):
+            torch._dynamo.reset()
+            counter.clear()
+            torch.testing.assert_close(steps(compiled), steps(model), rtol=1e-4, atol=1e-4)
+            graphs.append(counter.frame_count)
+    assert graphs == [1, 2]
