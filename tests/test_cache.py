@@ -165,6 +165,16 @@ def test_crop_beyond_the_start_leaves_nothing() -> None:
     assert ours.get_seq_length() == 0
 
 
+def test_croppable_is_what_transformers_says_of_each_layer() -> None:
+    assert hf.SantaCache(CONFIG).is_croppable
+    cache = hf.SantaCache(transformers.MistralConfig(**TINY, sliding_window=8))
+    for count, kept in ((5, True), (9, False)):
+        for layer in range(3):
+            cache.update(*rows(count), layer)
+        layer = cache.layers[0]
+        assert cache.is_croppable == getattr(layer, "is_croppable", kept)  # 5 crops what it records
+
+
 @pytest.mark.parametrize(
     ("method", "argument"),
     [
