@@ -285,6 +285,13 @@ def test_rule44_assisted_decoding_writes_the_same_text(model: Any, method: str) 
         assert not torch.equal(plain, drafted)
 
 
+def test_generation_without_a_cache_writes_the_same_text(model: Any) -> None:
+    """Each step computes the whole text anew, and draws for every row what it drew before."""
+    ids = tokens(1, 20)
+    with hf.use(model, settings()):
+        assert torch.equal(generate(model, ids, use_cache=False), generate(model, ids))
+
+
 @torch.no_grad()
 def test_compiled_rows_equal_eager_ones() -> None:
     """The rows that verify a draft, in a cache of a fixed size: one graph, any seed."""
