@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from santa_torch.hf.rows import row_blocks
+
 #: Most weights that one call of an eager function holds: 128 MiB in float32, of which it makes two
 #: or three copies. A prompt of 32k tokens with 8 heads goes through in 256 blocks of 128 rows.
 EAGER_WEIGHTS = 2**25
@@ -54,6 +56,8 @@ def exact_attention(
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     eager = _eager_function(module)
+    batch, heads, rows, _ = query.shape
+    parts = row_blocks(rows, batch * heads * key.shape[2], EAGER_WEIGHTS)
     blocks = [
         eager(
             module,
@@ -63,7 +67,7 @@ def exact_attention(
             _additive(module, query, key, mask, part, kwargs),
             **options,
         )[0]
-        for part in _row_blocks(query, key)
+        for part in parts
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
@@ -91,12 +95,6 @@ def _eager_function(module: torch.nn.Module) -> Callable[..., Any]:
         f"{type(module).__name__}: exact attention with a soft cap or sinks needs the model's own "
         f"eager_attention_forward, and {type(module).__module__} has none"
     )
-
-
-def _row_blocks(query: torch.Tensor, key: torch.Tensor) -> list[slice]:
-    batch, heads, rows, _ = query.shape
-    size = max(1, EAGER_WEIGHTS // (batch * heads * key.shape[2]))
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def _additive(

@@ -62,10 +62,11 @@ def decode_rows(
     stats : list
         What each call of ``decode`` reported.
     """
+    parts = row_blocks(query.shape[2], _scratch_bytes(query, key), SCRATCH_BYTES)
     outs, stats = [], []
     for index in range(query.shape[0]):
         blocks = []
-        for part in _row_blocks(query, key):
+        for part in parts:
             count = part.stop - part.start
             out, report = decode(
                 query[index, :, part].transpose(0, 1),
@@ -82,16 +83,27 @@ def decode_rows(
     return torch.stack(outs), stats
 
 
-def _row_blocks(query: torch.Tensor, key: torch.Tensor) -> list[slice]:
-    """Blocks of query rows whose scratch memory stays within ``SCRATCH_BYTES``.
+def row_blocks(rows: int, each: int, limit: int) -> list[slice]:
+    """Blocks of ``rows`` rows, as many at a time as stay within ``limit``, at least one.
 
-    The operator keeps a float32 score per row and query head, and for ``"shared"`` an inclusion
-    probability per row and key/value head; the sums beside them are small.
+    Parameters
+    ----------
+    rows : int
+        Query rows of the forward.
+    each, limit : int
+        What one row needs and what a block may need, in one unit.
     """
-    each = 4 * key.shape[2] * (query.shape[1] + key.shape[1])
-    size = max(1, SCRATCH_BYTES // each)
-    rows = query.shape[2]
+    size = max(1, limit // each)
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def _scratch_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Scratch memory of one query row.
+
+    The operator keeps a float32 score per key row and query head, and for ``"shared"`` an inclusion
+    probability per key row and key/value head; the sums beside them are small.
+    """
+    return 4 * key.shape[2] * (query.shape[1] + key.shape[1])
 
 
 def _mask_of(mask: torch.Tensor, index: int, part: slice, length: int) -> torch.Tensor:
