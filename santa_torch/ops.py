@@ -170,8 +170,7 @@ def decode(
     _require_kernels(q=q, k=k, v=v)
     if not isinstance(method, str):
         raise ValueError(f"method must be a string, got {method!r}")
-    optional = {"seq_lens": seq_lens, "mask": mask, "sinks": sinks}
-    _require_kernels(**{name: value for name, value in optional.items() if value is not None})
+    _require_kernels(**_given(seq_lens=seq_lens, mask=mask, sinks=sinks))
     out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
         q.detach(),
         k.detach(),
@@ -179,7 +178,7 @@ def decode(
         samples=_integer("samples", samples),
         method=method,
         scale=_number("scale", scale),
-        mask=mask,
+        mask=None if mask is None else mask.detach(),
         seq_lens=seq_lens,
         softcap=_number("softcap", softcap),
         sinks=None if sinks is None else sinks.detach(),
@@ -189,7 +188,8 @@ def decode(
         head_offset=_integer("head_offset", head_offset),
         return_stats=return_stats,
     )
-    out, lse = inference_only(out, q, k, v), inference_only(lse, q, k, v)
+    sources = q, k, v, *_given(mask=mask, sinks=sinks).values()
+    out, lse = inference_only(out, *sources), inference_only(lse, *sources)
     if not return_lse and not return_stats:
         return out
     stats = None
@@ -229,16 +229,17 @@ def score(
         float32 ``[B, Hq]``: the largest score; -inf where nothing is attended, NaN where a score is
         NaN.
     """
-    _require_kernels(q=q, k=k)
+    _require_kernels(q=q, k=k, **_given(mask=mask, seq_lens=seq_lens))
     scores, maxima = torch.ops.santa.score(
         q.detach(),
         k.detach(),
         scale=_number("scale", scale),
-        mask=mask,
+        mask=None if mask is None else mask.detach(),
         seq_lens=seq_lens,
         softcap=_number("softcap", softcap),
     )
-    return inference_only(scores, q, k), inference_only(maxima, q, k)
+    sources = q, k, *_given(mask=mask).values()
+    return inference_only(scores, *sources), inference_only(maxima, *sources)
 
 
 def weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
@@ -374,6 +375,11 @@ def _refuse_later_arguments(**arguments: Any) -> None:
             raise NotImplementedError(
                 f"decode: {name} is not available in this version; leave it None"
             )
+
+
+def _given(**optional: Any) -> dict[str, Any]:
+    """Those of the optional arguments that are not None."""
+    return {name: value for name, value in optional.items() if value is not None}
 
 
 def _require_kernels(**tensors: Any) -> None:

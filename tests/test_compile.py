@@ -287,9 +287,9 @@ def test_export_round_trip(method: str, tmp_path: Path) -> None:
 # ---- no backward ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leaf", ["q", "k", "v"])
+@pytest.mark.parametrize("leaf", ["q", "k", "v", "mask", "sinks"])
 def test_backward_raises(leaf: str) -> None:
-    inputs = Case(rows=30).inputs()
+    inputs = Case(rows=30, mask="additive", sinks="float32").inputs()
     inputs = inputs._replace(**{leaf: getattr(inputs, leaf).requires_grad_()})
     for method in METHODS:
         out = step(inputs, SEED, method)
@@ -305,8 +305,8 @@ def test_backward_raises(leaf: str) -> None:
         assert not more.stats.squared_error.requires_grad
         with torch.no_grad():
             assert not step(inputs, SEED, method).requires_grad
-    if leaf != "v":
-        for stage in santa_torch.ops.score(inputs.q, inputs.k):
+    if leaf not in ("v", "sinks"):
+        for stage in santa_torch.ops.score(inputs.q, inputs.k, **inputs.scoring()):
             with pytest.raises(RuntimeError, match="backward"):
                 stage.sum().backward()
 
