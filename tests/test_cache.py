@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -116,18 +113,6 @@ def test_rule01_spare_rows_are_never_read(model: LlamaForCausalLM) -> None:
         assert torch.equal(model(token, **with_cache(model, cache)).logits, clean)
 
 
-@pytest.mark.parametrize("chunks", [(37,), (16, 16, 5), (1,) * 37])
-def test_chunked_prefill(model: LlamaForCausalLM, chunks: tuple[int, ...]) -> None:
-    ids = tokens(2, 37)
-    with torch.no_grad():
-        exact = model(ids).logits[:, -1]
-        cache = hf.SantaCache(model.config)
-        for part in ids.split(chunks, dim=1):
-            logits = model(part, **with_cache(model, cache)).logits[:, -1]
-    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
-    assert cache.get_seq_length() == 37
-
-
 def test_a_second_turn_continues_the_cache(model: LlamaForCausalLM) -> None:
     first, second = tokens(1, 20), tokens(1, 8, seed=1)
     with hf.use(model, SantaConfig("dense")):
@@ -209,66 +194,6 @@ def test_reset_keeps_the_memory_and_takes_another_batch() -> None:
     layer.reset()
     layer.update(*rows(3, batch=5))
     assert layer.keys.shape == (5, 2, 3, 16)
-
-
-def test_copies_are_independent() -> None:
-    layer, _ = pair(10)
-    twin = copy.deepcopy(layer)
-    layer.update(*rows(1, seed=1))
-    twin.update(*rows(1, seed=2))
-    assert torch.equal(layer.keys[:, :, :10], twin.keys[:, :, :10])
-    assert not torch.equal(layer.keys[:, :, 10:], twin.keys[:, :, 10:])
-
-
-def test_memory_goes_with_the_cache() -> None:
-    gc.disable()  # without help from the cycle collector
-    try:
-        layer, _ = pair(10)
-        buffer = weakref.ref(layer._buffers[0])
-        keys, values = layer.update(*rows(1))
-        assert keys.santa_layer is layer
-        del layer, keys, values
-        assert buffer() is None
-    finally:
-        gc.enable()
-
-
-def test_rows_of_another_kind_are_refused() -> None:
-    layer, _ = pair(10)
-    for other in (rows(1, batch=3), rows(1, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"do not fit the cache of \(2, 2, 256, 16\)"):
-            layer.update(*other)
-    keys, values = rows(2)
-    with pytest.raises(ValueError, match="differ in batch, heads or rows"):
-        layer.update(keys, values[:, :, :1])
-    assert layer.get_seq_length() == 10
-
-
-def test_replaced_tensors_are_refused() -> None:
-    layer, _ = pair(10)
-    layer.keys = layer.keys.clone()
-    with pytest.raises(RuntimeError, match="replaced from outside"):
-        layer.update(*rows(1))
-    with pytest.raises(NotImplementedError, match="offloading"):
-        layer.offload()
-
-
-def test_inference_mode_and_normal_mode_mix(model: LlamaForCausalLM) -> None:
-    with torch.inference_mode():
-        token, cache = prompt_and_cache(model, 12, cache=hf.SantaCache(model.config))
-    with torch.no_grad():
-        model(tokens(1, 1), **with_cache(model, cache))
-    with torch.inference_mode():
-        model(token, **with_cache(model, cache))
-    model(tokens(1, 1), **with_cache(model, cache))
-    assert cache.get_seq_length() == 15
-
-
-def test_backward_through_the_cache_raises(model: LlamaForCausalLM) -> None:
-    cache = hf.SantaCache(model.config)
-    logits = model(tokens(1, 5), **with_cache(model, cache)).logits
-    with pytest.raises(RuntimeError, match="backward"):
-        logits.sum().backward()
 
 
 def test_sliding_layers_keep_the_window_only() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -229,83 +226,6 @@ def test_rule01_free_rows_are_never_read_by_the_operator(model: LlamaForCausalLM
             for buffer in (layer.keys, layer.values):
                 buffer[:, :, 40:] = torch.nan
         assert torch.equal(model(token, **with_cache(model, cache)).logits, clean)
-
-
-def test_copies_are_independent() -> None:
-    layer, theirs = pair(10)
-    twin = copy.deepcopy(layer)
-    layer.update(*rows(1, seed=1))
-    assert_same(twin, theirs)
-    twin.update(*rows(1, seed=2))
-    assert not torch.equal(layer.keys[:, :, 10], twin.keys[:, :, 10])
-
-
-def test_memory_goes_with_the_cache() -> None:
-    gc.disable()  # without help from the cycle collector
-    try:
-        layer, _ = pair(10)
-        buffer = weakref.ref(layer.keys)
-        keys, values = layer.update(*rows(1))
-        assert keys.santa_layer is layer
-        del layer, keys, values
-        assert buffer() is None
-    finally:
-        gc.enable()
-
-
-def test_rows_of_another_kind_and_replaced_tensors_are_refused() -> None:
-    layer, _ = pair(10)
-    for other in (rows(1, batch=3), rows(1, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"do not fit the cache of \(2, 2, 32, 16\)"):
-            layer.update(*other)
-    keys, values = rows(2)
-    with pytest.raises(ValueError, match="differ in batch, heads or rows"):
-        layer.update(keys, values[:, :, :1])
-    assert layer.get_seq_length() == 10
-    layer.keys = layer.keys.clone()
-    with pytest.raises(RuntimeError, match="replaced from outside"):
-        layer.update(*rows(1))
-    with pytest.raises(NotImplementedError, match="offloading"):
-        layer.offload()
-
-
-def test_inference_mode_and_normal_mode_mix(model: LlamaForCausalLM) -> None:
-    cache = hf.SantaCache(model.config, max_cache_len=64)
-    with torch.inference_mode():
-        token, cache = prompt_and_cache(model, 12, cache=cache)
-    with torch.no_grad():
-        model(tokens(1, 1), **with_cache(model, cache))
-    with torch.inference_mode():
-        model(token, **with_cache(model, cache))
-        cache.reorder_cache(torch.tensor([0]))
-    model(tokens(1, 1), **with_cache(model, cache))
-    cache.crop(-1)
-    cache.reorder_cache(torch.tensor([0]))
-    assert cache.get_seq_length() == 14
-
-
-def test_backward_through_the_cache_raises(model: LlamaForCausalLM) -> None:
-    cache = hf.SantaCache(model.config, max_cache_len=64)
-    logits = model(tokens(1, 5), **with_cache(model, cache)).logits
-    with pytest.raises(RuntimeError, match="backward"):
-        logits.sum().backward()
-    for index in (0, 1):
-        layer, _ = pair(2)
-        got = layer.update(*(new.requires_grad_() for new in rows(1)))[index]
-        with pytest.raises(RuntimeError, match="backward"):
-            got.sum().backward()
-
-
-@pytest.mark.parametrize("chunks", [(37,), (16, 16, 5), (1,) * 37])
-def test_chunked_prefill(model: LlamaForCausalLM, chunks: tuple[int, ...]) -> None:
-    ids = tokens(2, 37)
-    with torch.no_grad():
-        exact = model(ids).logits[:, -1]
-        cache = hf.SantaCache(model.config, max_cache_len=64)
-        for part in ids.split(chunks, dim=1):
-            logits = model(part, **with_cache(model, cache)).logits[:, -1]
-    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
-    assert cache.get_seq_length() == 37
 
 
 def test_sliding_layers_are_those_of_transformers() -> None:

@@ -1,0 +1,124 @@
+"""What holds of SantaCache in both of its forms, the growing and the static one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cache_tools import rows
+from tiny_models import prompt_and_cache, tokens, with_cache
+from transformers import LlamaForCausalLM
+
+from santa_torch import hf
+from santa_torch.hf.layer_growing import SantaLayer
+from santa_torch.hf.layer_static import SantaStaticLayer
+
+ROOM = 64
+FORMS: dict[str, dict[str, int]] = {"growing": {}, "static": {"max_cache_len": ROOM}}
+
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def filled(form: str, count: int = 10) -> Any:
+    """A layer that holds ``count`` rows."""
+    layer = SantaLayer() if form == "growing" else SantaStaticLayer(ROOM)
+    layer.update(*rows(count))
+    return layer
+
+
+def new(model: LlamaForCausalLM, form: str) -> hf.SantaCache:
+    return hf.SantaCache(model.config, **FORMS[form])
+
+
+@each_form
+def test_copies_are_independent(form: str) -> None:
+    layer, (keys, values) = filled(form), rows(10)
+    twin = copy.deepcopy(layer)
+    layer.update(*rows(1, seed=1))
+    assert twin.get_seq_length() == 10
+    twin.update(*rows(1, seed=2))
+    for each, seed in ((layer, 1), (twin, 2)):
+        for got, old, more in zip(
+            (each.keys, each.values), (keys, values), rows(1, seed=seed), strict=True
+        ):
+            assert torch.equal(got[:, :, :11], torch.cat([old, more], 2))
+
+
+@each_form
+def test_memory_goes_with_the_cache(form: str) -> None:
+    gc.disable()  # without help from the cycle collector
+    try:
+        layer = filled(form)
+        buffer = weakref.ref(layer._buffers[0])
+        keys, values = layer.update(*rows(1))
+        assert keys.santa_layer is layer
+        del layer, keys, values
+        assert buffer() is None
+    finally:
+        gc.enable()
+
+
+@each_form
+def test_rows_of_another_kind_are_refused(form: str) -> None:
+    layer = filled(form)
+    for other in (rows(1, batch=3), rows(1, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"do not fit the cache of \(2, 2, \d+, 16\)"):
+            layer.update(*other)
+    keys, values = rows(2)
+    with pytest.raises(ValueError, match="differ in batch, heads or rows"):
+        layer.update(keys, values[:, :, :1])
+    assert layer.get_seq_length() == 10
+
+
+@each_form
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_replaced_tensors_are_refused(form: str, name: str) -> None:
+    layer = filled(form)
+    setattr(layer, name, getattr(layer, name).clone())
+    with pytest.raises(RuntimeError, match="replaced from outside"):
+        layer.update(*rows(1))
+    with pytest.raises(NotImplementedError, match="offloading"):
+        layer.offload()
+
+
+@each_form
+def test_inference_mode_and_normal_mode_mix(model: LlamaForCausalLM, form: str) -> None:
+    cache, same = new(model, form), torch.tensor([0])
+    with torch.inference_mode():
+        token, cache = prompt_and_cache(model, 12, cache=cache)
+    with torch.no_grad():
+        model(tokens(1, 1), **with_cache(model, cache))
+    with torch.inference_mode():
+        model(token, **with_cache(model, cache))
+        cache.reorder_cache(same)
+    model(tokens(1, 1), **with_cache(model, cache))
+    cache.crop(-1)
+    cache.reorder_cache(same)
+    assert cache.get_seq_length() == 14
+
+
+@each_form
+def test_backward_through_the_cache_raises(model: LlamaForCausalLM, form: str) -> None:
+    logits = model(tokens(1, 5), **with_cache(model, new(model, form))).logits
+    with pytest.raises(RuntimeError, match="backward"):
+        logits.sum().backward()
+    for index in (0, 1):
+        got = filled(form).update(*(row.requires_grad_() for row in rows(1)))[index]
+        with pytest.raises(RuntimeError, match="backward"):
+            got.sum().backward()
+
+
+@each_form
+@pytest.mark.parametrize("chunks", [(37,), (16, 16, 5), (1,) * 37])
+def test_chunked_prefill(model: LlamaForCausalLM, form: str, chunks: tuple[int, ...]) -> None:
+    ids, cache = tokens(2, 37), new(model, form)
+    with torch.no_grad():
+        exact = model(ids).logits[:, -1]
+        for part in ids.split(chunks, dim=1):
+            logits = model(part, **with_cache(model, cache)).logits[:, -1]
+    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == 37
