@@ -50,6 +50,15 @@ def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     return [*given, "--tokens", "6", "--samples", "8"]
 
 
+def saved(tiny: Path, folder: Path, name: str, **settings: Any) -> str:
+    """``<name>ForCausalLM`` in a folder of its own, with the tiny model's tokenizer."""
+    shutil.copytree(tiny, folder)
+    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    config = getattr(transformers, f"{name}Config")(vocab_size=vocabulary, **settings)
+    build(getattr(transformers, f"{name}ForCausalLM"), config).save_pretrained(folder)
+    return str(folder)
+
+
 def test_results(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     results = json.loads((tmp_path / "demo.json").read_text())
@@ -115,13 +124,9 @@ def test_sixteen_bits_are_those_of_from_pretrained(tmp_path: Path, dtype: torch.
 
 
 def test_sliding_models_beyond_the_window(tiny: Path, tmp_path: Path, arguments: list[str]) -> None:
-    folder = tmp_path / "sliding"
-    shutil.copytree(tiny, folder)
-    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
-    settings = {**TINY, "vocab_size": vocabulary, "sliding_window": 32}
-    model = build(transformers.MistralForCausalLM, transformers.MistralConfig(**settings))
-    model.save_pretrained(folder)
-    assert main([*arguments, "--model", str(folder)]) == 0
+    shape = {key: TINY[key] for key in TINY if key != "vocab_size"}
+    folder = saved(tiny, tmp_path / "sliding", "Mistral", **shape, sliding_window=32)
+    assert main([*arguments, "--model", folder]) == 0
     results = json.loads((tmp_path / "demo.json").read_text())
     sdpa, dense, _ = results["contenders"]
     assert dense["tvd"]["float32"] < 1e-5
@@ -193,13 +198,25 @@ def test_other_errors_keep_their_traceback(
 def test_models_that_santa_torch_refuses_are_one_line(
     tiny: Path, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "capped"
-    shutil.copytree(tiny, folder)
-    settings = json.loads((tiny / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}
-    (folder / "config.json").write_text(json.dumps(settings))
-    assert main([*arguments, "--model", str(folder)]) == 2
+    folder = saved(tiny, tmp_path / "bloom", "Bloom", hidden_size=48, n_head=6, n_layer=2)
+    assert main([*arguments, "--model", folder]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("demo: error: argument --model: attn_logit_softcapping=50.0")
+    assert line.startswith("demo: error: argument --model: BloomForCausalLM does not declare")
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_models_with_capped_scores_or_sinks(
+    tiny: Path, tmp_path: Path, arguments: list[str], name: str
+) -> None:
+    """Against their own eager attention: transformers' SDPA lacks both."""
+    shape = {key: TINY[key] for key in TINY if key not in ("vocab_size", "attn_implementation")}
+    experts = {"num_local_experts": 4} if name == "GptOss" else {"attn_logit_softcapping": 2.0}
+    folder = saved(tiny, tmp_path / name, name, **{**shape, **experts, "sliding_window": 32})
+    assert main([*arguments, "--model", folder]) == 0
+    eager, dense, santa = json.loads((tmp_path / "demo.json").read_text())["contenders"]
+    assert eager["key"] == "eager"
+    assert dense["tvd"]["float32"] < 1e-5 < santa["tvd"]["float32"]
+    assert dense["generated"] == eager["generated"]
 
 
 def test_the_memory_that_it_takes_is_said(

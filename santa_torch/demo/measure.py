@@ -136,7 +136,9 @@ class Bench:
             progress(done)
         total = max(total for _, total in traffic.values())
         for contender in self.contenders:
-            read = traffic[contender.key][0] if contender.config else total  # SDPA reads all rows
+            read = (
+                traffic[contender.key][0] if contender.config else total
+            )  # exact attention reads all
             contender.bytes_read = read / done
         self._rewind(done)
 

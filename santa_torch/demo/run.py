@@ -45,7 +45,7 @@ def _run(options: Options, started: float) -> dict[str, Any]:
         subject = load(options)
     _check_supported(subject)
     facts = _facts(options, subject)
-    contenders = _contenders(options)
+    contenders = _contenders(options, subject.attention)
     facts["memory"] = _memory(subject, contenders, facts)
     print(report.heading(facts), flush=True)
 
@@ -127,9 +127,10 @@ def _make_directory(options: Options) -> None:
         raise DemoError(f"argument --out: {str(options.out)!r}: {error.strerror}") from None
 
 
-def _contenders(options: Options) -> list[Contender]:
+def _contenders(options: Options, attention: str) -> list[Contender]:
+    own = "SDPA" if attention == "sdpa" else attention
     contenders = [
-        Contender("sdpa", "HF SDPA, DynamicCache", None),
+        Contender(attention, f"HF {own}, DynamicCache", None),
         Contender("dense", "santa dense, SantaCache", SantaConfig("dense")),
     ]
     if options.method != "dense":

@@ -40,6 +40,11 @@ class Subject:
     text_name: str
     tokens: torch.Tensor
 
+    @property
+    def attention(self) -> str:
+        """transformers' own attention: "sdpa", or "eager" for models that need it."""
+        return str(self.model.config.get_text_config()._attn_implementation)
+
 
 def load(options: Options) -> Subject:
     """Find and load what the options name.
@@ -59,11 +64,13 @@ def load(options: Options) -> Subject:
         if gguf == _GGUF:  # its file names another token, which the model never writes
             tokenizer.eos_token = tokenizer.pad_token = _END
         tokens = _tokenize(tokenizer, text, text_name, options)
-        # Its progress bars do not care whether anybody watches. Attention is named, so that the
-        # baseline is the same on every version and model.
+        config = transformers.AutoConfig.from_pretrained(directory, **extra)
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            extra["attn_implementation"] = "eager"  # transformers 4 takes SDPA, and drops the cap
+        # Its progress bars do not care whether anybody watches.
         with contextlib.redirect_stderr(io.StringIO()):
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, attn_implementation="sdpa", **extra
+                directory, dtype=torch.float32, **extra
             )
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
