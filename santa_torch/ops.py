@@ -355,11 +355,14 @@ def _integer(name: str, value: Any) -> int:
 
 def _number(name: str, value: Any) -> float | None:
     """A real number of any kind, numpy's too; None stays."""
-    if value is None or isinstance(value, (float, int)):
+    if value is None or isinstance(value, float):
         return value
-    if not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number or None, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite in float32, got an integer too large") from None
 
 
 def _as_tensor(name: str, value: int | torch.Tensor, device: torch.device) -> torch.Tensor:

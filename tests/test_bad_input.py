@@ -153,6 +153,7 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("decode", {"softcap": 1e39}, ("softcap", "1e+39")),
     ("decode", {"softcap": 1e-60}, ("softcap", "1e-60")),
     ("decode", {"softcap": "50"}, ("softcap", "50")),
+    ("decode", {"softcap": 10**400}, ("softcap",)),
     ("decode", {"sinks": sinks[:5]}, ("sinks", "[Hq] = [6]", "[5]")),
     ("decode", {"sinks": sinks[None]}, ("sinks", "[1, 6]")),
     ("decode", {"sinks": sinks[:, None]}, ("sinks", "[6, 1]")),
@@ -329,7 +330,9 @@ def test_integers_must_be_integers(name: str, value: Any) -> None:
     assert str(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"method": None}, {"scale": "x"}, {"seq_lens": [5, 6]}])
+@pytest.mark.parametrize(
+    "change", [{"method": None}, {"scale": "x"}, {"softcap": True}, {"seq_lens": [5, 6]}]
+)
 def test_arguments_of_another_type(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         santa_torch.decode(q, k, v, samples=3, **change)
