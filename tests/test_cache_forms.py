@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from cache_tools import rows
-from tiny_models import prompt_and_cache, tokens, with_cache
-from transformers import LlamaForCausalLM
+from tiny_models import TINY, prompt_and_cache, tokens, with_cache
+from transformers import LlamaForCausalLM, Qwen2Config
 
 from santa_torch import hf
 from santa_torch.hf.layer_growing import SantaLayer
@@ -122,3 +123,79 @@ def test_chunked_prefill(model: LlamaForCausalLM, form: str, chunks: tuple[int, 
             logits = model(part, **with_cache(model, cache)).logits[:, -1]
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == 37
+
+
+@each_form
+@pytest.mark.parametrize("through", [pickle.dumps, copy.deepcopy])
+def test_copies_of_every_kind_go_on(model: LlamaForCausalLM, form: str, through: Any) -> None:
+    """Keys and values stay views of the memory that grows, also where pickle cuts the tie."""
+    token, cache = prompt_and_cache(model, 12, batch=2, cache=new(model, form))
+    twin = through(cache)
+    twin = pickle.loads(twin) if isinstance(twin, bytes) else twin
+    logits = []
+    for each in (cache, twin):
+        each.reorder_cache(torch.tensor([1, 0]))
+        each.crop(-2)
+        with torch.no_grad():
+            logits.append(model(token, **with_cache(model, each)).logits)
+    assert torch.equal(*logits)
+
+
+MIXED = {
+    "sliding_window": 8,
+    "use_sliding_window": True,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+
+
+def mixed(form: str, count: int) -> Any:
+    """A cache of which one layer has a window of 8, after ``count`` rows."""
+    cache = hf.SantaCache(Qwen2Config(**TINY, **MIXED), **FORMS[form])
+    feed(cache, count)
+    return cache
+
+
+def feed(cache: Any, count: int) -> None:
+    start = int(cache.layers[0].get_seq_length())
+    for layer in range(3):
+        where = {"cache_position": torch.arange(start, start + count)}
+        keys, _ = rows(count, seed=start)
+        cache.update(keys, keys + 1, layer, where)  # one size: static windows of 4.57 want that
+
+
+def lengths(cache: Any) -> list[int]:
+    return [int(layer.get_seq_length()) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("crop", [10, -1])
+@each_form
+def test_a_crop_that_a_window_cannot_follow_changes_nothing(form: str, crop: int) -> None:
+    cache = mixed(form, 12)
+    feed(cache, 1)
+    before = lengths(cache)
+    with pytest.raises((ValueError, NotImplementedError), match=r"layer 1, a .*SlidingWindow"):
+        cache.crop(crop)
+    assert lengths(cache) == before
+
+
+@pytest.mark.parametrize(("crop", "left"), [(3, 3), (-2, 3), (50, 5)])
+def test_a_crop_within_the_window(crop: int, left: int) -> None:
+    cache = mixed("growing", 5)
+    cache.crop(crop)
+    assert lengths(cache) == [left] * 3
+    assert [layer.keys.shape[2] for layer in cache.layers] == [left] * 3
+
+
+@each_form
+@pytest.mark.parametrize("before", [5, 20])
+def test_reset_forgets_windows_too(form: str, before: int) -> None:
+    cache, fresh = mixed(form, before), mixed(form, 0)
+    cache.reset()
+    assert lengths(cache) == [0, 0, 0]
+    for each in (cache, fresh):
+        feed(each, 6)
+        feed(each, 1)
+    for old, young in zip(cache.layers, fresh.layers, strict=True):
+        assert int(old.get_seq_length()) == int(young.get_seq_length()) == 7
+        assert torch.equal(old.keys, young.keys)
+        assert torch.equal(old.values, young.values)

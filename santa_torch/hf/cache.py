@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from santa_torch.config import SantaConfig
-from santa_torch.hf.layer_common import SantaLayerBase
+from santa_torch.hf.layer_common import CROP_ZERO_KEEPS_ALL, SantaLayerBase
 from santa_torch.hf.layer_growing import SantaLayer
 from santa_torch.hf.layer_static import SantaStaticLayer
 
@@ -103,9 +103,30 @@ class SantaCache(Cache):
         """Keep the first ``max_length`` rows of each layer, or drop the last ``-max_length``.
 
         0 keeps nothing on transformers 4 and everything on transformers 5.
+
+        Raises
+        ------
+        ValueError
+            A sliding-window layer has dropped rows that it would need again. No layer has changed.
         """
         self._require("crop")
-        super().crop(max_length)
+        for index, layer in enumerate(self.layers):
+            if not _can_go_back(layer):
+                raise ValueError(
+                    f"SantaCache: layer {index}, a {type(layer).__name__}, cannot be cropped: rows "
+                    "that it would need again have left its window"
+                )
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.crop(max_length if _counts_rows_kept(layer) else _rows_to_drop(layer, max_length))
+
+    def reset(self) -> None:
+        """Forget all rows; full-attention layers keep their memory."""
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicSlidingWindowLayer:  # that of transformers 4 keeps its rows
+                self.layers[index] = DynamicSlidingWindowLayer(layer.sliding_window)
+            else:
+                layer.reset()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch becomes ``repeats`` rows next to each other."""
@@ -199,6 +220,24 @@ def _is_croppable(layer: Any) -> bool:
         return bool(layer.is_croppable)
     # transformers 4: only growing layers, and sliding ones until they drop rows.
     return hasattr(layer, "crop") and int(layer.get_seq_length()) < layer.sliding_window
+
+
+def _can_go_back(layer: Any) -> bool:
+    """Whether ``crop`` will find the rows that it has to show again."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        inside = int(layer.get_seq_length()) < layer.sliding_window
+        return inside or getattr(layer, "record_past", False)  # kept for assisted decoding
+    return _is_croppable(layer)
+
+
+def _counts_rows_kept(layer: Any) -> bool:
+    """Whether ``layer.crop`` takes the rows to keep; transformers 5 takes minus those to drop."""
+    return isinstance(layer, SantaLayerBase) or not CROP_ZERO_KEEPS_ALL
+
+
+def _rows_to_drop(layer: Any, max_length: int) -> int:
+    """``max_length`` as minus the rows to drop."""
+    return min(max_length, 0) if max_length <= 0 else min(max_length - layer.get_seq_length(), 0)
 
 
 def _bytes_in_use(layer: Any) -> int:

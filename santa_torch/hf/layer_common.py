@@ -128,8 +128,16 @@ class SantaLayerBase(CacheLayerMixin):
         """Store checked rows; returns fresh views of what attention is to read."""
 
     @abstractmethod
+    def _show_again(self) -> None:
+        """Make ``keys`` and ``values`` views of the buffers once more."""
+
+    @abstractmethod
     def _adopt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Go over to new buffers that hold these rows, whose batch is another."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._show_again()  # pickle makes tensors of their own from views
 
     def _room(self) -> Pair:
         assert self._buffers is not None

@@ -102,6 +102,10 @@ class SantaLayer(SantaLayerBase):
         self._allocate(self.capacity, keys, values)
         self._set_length(self.length)
 
+    def _show_again(self) -> None:
+        if self._buffers is not None:
+            self._set_length(self.length)
+
     def _set_length(self, length: int) -> None:
         keys, values = self._room()
         self.length = length

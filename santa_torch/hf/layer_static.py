@@ -119,6 +119,10 @@ class SantaStaticLayer(SantaLayerBase):
         for buffer, rows in zip(self._room(), (keys, values), strict=True):
             buffer.copy_(rows)
 
+    def _show_again(self) -> None:
+        if self._buffers is not None:
+            self._show(*self._buffers)
+
     def _allocate(self, like_keys: torch.Tensor, like_values: torch.Tensor) -> None:
         keys = new_buffer(like_keys, self.max_cache_len, zero=True)
         values = new_buffer(like_values, self.max_cache_len, zero=True)
