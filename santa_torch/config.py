@@ -39,7 +39,8 @@ class SantaConfig:
         Seed of every draw, a signed 64-bit number.
     dense_below : int
         Forwards that see fewer key rows than this use exact attention. A static cache counts with
-        its capacity, a sliding-window layer with the rows that it keeps.
+        its capacity, a sliding-window layer with the rows that it keeps. Only with
+        ``query_rows="decode"``.
     query_rows : str
         ``"decode"``: forwards of one query row per sequence are sampled, those of several (prefill,
         scoring, verification of drafts) are exact. ``"all"``: every row is sampled, and draws what
@@ -85,6 +86,11 @@ class SantaConfig:
         if self.query_rows not in _QUERY_ROWS:
             raise ValueError(
                 f"query_rows must be one of {', '.join(_QUERY_ROWS)}, got {self.query_rows!r}"
+            )
+        if self.dense_below and self.query_rows == "all":
+            raise ValueError(
+                f"dense_below={self.dense_below} is for query_rows='decode': under 'all' the rows "
+                "of one forward would lie on both sides of it"
             )
         self._refuse_later_arguments()
 

@@ -36,8 +36,8 @@ def test_frozen_and_replaceable() -> None:
 
 
 def test_rows_and_short_contexts() -> None:
-    settings = SantaConfig(query_rows="all", dense_below=512)
-    assert (settings.query_rows, settings.dense_below) == ("all", 512)
+    assert SantaConfig(query_rows="all").query_rows == "all"
+    assert SantaConfig(dense_below=512).dense_below == 512
     assert (SantaConfig().query_rows, SantaConfig().dense_below) == ("decode", 0)
 
 
@@ -62,6 +62,7 @@ def test_dense_needs_no_samples() -> None:
         ({"layers": []}, "layers must name at least one layer"),
         ({"query_rows": "some"}, "query_rows must be one of decode, all, got 'some'"),
         ({"dense_below": -1}, "dense_below must be between 0 and .*, got -1"),
+        ({"dense_below": 9, "query_rows": "all"}, "dense_below=9 is for query_rows='decode'"),
     ],
 )
 def test_wrong_values_are_named(arguments: dict[str, Any], message: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +29,16 @@ from tiny_models import (
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from santa_torch import SantaConfig, hf
+from santa_torch.hf import attention
 from santa_torch.hf.attention import attention_forward
 
 # --- rule 42: what cannot be honoured -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("argument", ["position_bias", "head_mask"])
+@pytest.mark.parametrize(
+    "argument", ["position_bias", "head_mask", "indices", "block_indices", "sinks"]
+)
 def test_rule42_unsupported_arguments_are_refused(
     model: LlamaForCausalLM, argument: str, rows: int
 ) -> None:
@@ -42,10 +48,86 @@ def test_rule42_unsupported_arguments_are_refused(
         AttentionInterface()["santa"](module, q, kv, kv, None, **{argument: torch.ones(6)})
 
 
-def test_rule42_output_attentions_is_refused() -> None:
-    model = tiny_llama()  # of its own: transformers 4.57 leaves layers wrapped after an error
+@pytest.mark.long  # a matter of transformers' version more than of this code
+def test_rule42_every_keyword_of_transformers_is_known() -> None:
+    """What its models pass to attention functions beyond this is used, refused, or harmless."""
+    harmless = {
+        *("scaling", "dropout", "attention_mask", "query", "key", "value"),  # our own arguments
+        *("is_causal", "sliding_window", "position_ids", "softcap", "s_aux"),  # used
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),  # of vision towers
+        "deterministic",  # of a backward pass
+    }
+    used = set()
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface":
+                used |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    assert used - harmless <= {"output_attentions", *attention._UNSUPPORTED}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."),
+    reason="dozens of models there ask for it to make masks, and bring attention of their own",
+)
+def test_rule42_models_that_ask_for_the_name_sdpa_are_known() -> None:
+    """They may attend otherwise under another name: seen to be harmless, or refused."""
+    known = {"falcon", "diffusion_gemma", "gemma4", "gemma4_unified"}
+    asked = re.compile(r"_attn_implementation (==|!=|in|not in)[^\n]*sdpa")
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        if asked.search(path.read_text()) and path.parent.name not in known:
+            configuration = path.with_name(path.name.replace("modeling", "configuration"))
+            assert "index_topk" in configuration.read_text(), path.parent.name
+
+
+def test_rule42_models_that_attend_otherwise_under_another_name_are_refused() -> None:
+    """Indexers choose rows, and models with shared keys drop them, for known names only."""
+    model = tiny_llama(index_topk=4)
+    with pytest.raises(ValueError, match=r"chooses rows by an indexer \(index_topk=4\)"):
+        hf.enable(model, SAMPLED)
+    model = tiny_llama(num_kv_shared_layers=1)
+    hf.enable(model, SAMPLED)
+    hf.disable(model)
+    model.config.model_type = "gemma4_text"
+    with pytest.raises(ValueError, match="num_kv_shared_layers=1"):
+        hf.enable(model, SAMPLED)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_rule42_encoders_are_refused() -> None:
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="attends in both directions"):
+        hf.enable(model, SAMPLED)
+
+
+def test_rule42_layers_without_an_index_are_refused() -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn.layer_idx = -1
+    with pytest.raises(ValueError, match="layers without an index, got -1"):
+        hf.enable(model, SAMPLED)
+
+
+def test_other_dtypes_are_refused_before_a_long_prefill() -> None:
+    model = tiny_llama().double()
+    with (
+        hf.use(model, SAMPLED),
+        pytest.raises(ValueError, match=r"query must be .* torch\.float64"),
+    ):
+        model(tokens(1, 5))
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "OPT"])
+def test_rule42_output_attentions_is_refused(family: str) -> None:
+    """Not all models pass the request on to their attention."""
+    (model,) = (each.build() for each in FAMILIES if each.name == family)
     with hf.use(model, SAMPLED), pytest.raises(ValueError, match="output_attentions=True"):
         model(tokens(1, 5), output_attentions=True)
+    model(tokens(1, 5), output_attentions=True)
+
+
+def test_rule42_weights_asked_for_by_the_configuration_are_refused() -> None:
     eager = tiny_llama(attn_implementation="eager", output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions=True"):
         hf.enable(eager, SAMPLED)
@@ -212,6 +294,36 @@ def test_rule43_switching_leaves_nothing_behind(model: LlamaForCausalLM) -> None
             assert holds.is_held(model.config)
     assert (dict(vars(model)), len(weakref.finalize._registry)) == before
     assert not holds.is_held(model.config)
+
+
+def test_rule43_an_implementation_changed_meanwhile_is_an_error() -> None:
+    model = tiny_llama()
+    hf.enable(model, SAMPLED)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="was changed to 'eager'"):
+        model(tokens(1, 5))
+    hf.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+    model(tokens(1, 5), output_attentions=False)
+
+
+def test_rule43_pickled_models_are_enabled_in_a_process_of_their_own(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    with hf.use(model, SAMPLED):
+        torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.no_grad(): model(torch.ones(1, 5, dtype=torch.int64))\n"
+        "from santa_torch import hf\n"
+        "hf.disable(model)\n"
+        "print(model.config._attn_implementation)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "sdpa", result.stderr
 
 
 def test_rule43_the_name_without_settings_raises() -> None:

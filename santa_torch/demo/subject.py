@@ -42,7 +42,7 @@ class Subject:
 
     @property
     def attention(self) -> str:
-        """transformers' own attention: "sdpa", or "eager" for models that need it."""
+        """What transformers itself attends with: "sdpa", or "eager" where models need it."""
         return str(self.model.config.get_text_config()._attn_implementation)
 
 

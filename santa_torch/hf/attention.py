@@ -39,7 +39,12 @@ BINDING, SEED = "santa_binding", "santa_seed"
 _UNSUPPORTED = {
     "position_bias": "a position bias (T5)",
     "head_mask": "a head mask",
+    "indices": "a choice of rows by an indexer (DeepSeek-V3.2)",
+    "block_indices": "a choice of blocks of rows by an indexer (MiniMax-M3)",
+    "sinks": "a form of sinks of its own (Inkling-2)",
 }
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Seeds of neighbouring rows lie 2^64 / golden ratio apart (Knuth, TAOCP 6.4), so that row b of
 #: seed s does not meet row b' of a nearby seed s'. As a signed 64-bit number.
@@ -120,7 +125,7 @@ def attention_forward(
         _require_shared_config(module)
     if binding is None or not _is_sampled(binding, query, key):
         if binding is not None:
-            _look_ahead(module, binding, query, key, value, kwargs)
+            _look_ahead(module, binding, query, key, value, attention_mask, kwargs)
         exact = exact_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -157,13 +162,20 @@ def _look_ahead(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> None:
     """Count an exact forward, and say before a long prefill what decoding would refuse."""
     if binding.traffic is not None and (query.shape[2] == 1 or binding.config.query_rows == "all"):
-        binding.traffic.add_exact(key, value, steps=query.shape[2])
+        causal = is_causal(module, query, mask, kwargs)
+        binding.traffic.add_exact(key, value, steps=query.shape[2], causal=causal)
     if binding.config.selects(binding.layer):
         _positions(module, kwargs, query)
+        autocast = torch.is_autocast_enabled(query.device.type)
+        if query.dtype not in _DTYPES and not autocast:
+            raise ValueError(
+                f"query must be float32, bfloat16 or float16 to be sampled, got {query.dtype}"
+            )
 
 
 def _sample(
@@ -285,7 +297,7 @@ def _bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
         return f"sliding_window={window}"
     types = getattr(getattr(module, "config", None), "layer_types", None)
     kind = types[module.layer_idx] if types else "full_attention"
-    return None if kind == "full_attention" else str(kind)
+    return None if kind in ("full_attention", "attention") else str(kind)
 
 
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:

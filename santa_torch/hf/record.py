@@ -17,8 +17,8 @@ class Traffic:
 
     A forward of one query row per sequence is one step. Under ``query_rows="all"`` a forward of Q
     rows counts as the Q steps that it stands for, each with the rows it attends to, although the
-    caches of the processor may serve several of them at once. Other forwards of several rows
-    (prefill) are not counted.
+    caches of the processor may serve several of them at once; where attention is exact behind a
+    mask, each with all rows. Other forwards of several rows (prefill) are not counted.
 
     Numbers are summed as tensors on the model's device; only the properties read them.
     """
@@ -40,7 +40,9 @@ class Traffic:
             self._value_rows.append(part.value_rows.sum())
             self._groups += part.value_rows.numel()
 
-    def add_exact(self, key: torch.Tensor, value: torch.Tensor, *, steps: int) -> None:
+    def add_exact(
+        self, key: torch.Tensor, value: torch.Tensor, *, steps: int, causal: bool
+    ) -> None:
         """Count one forward of a layer with exact attention.
 
         Parameters
@@ -49,11 +51,21 @@ class Traffic:
             ``[B, Hkv, L, D]``, ``[B, Hkv, L, Dv]``. SDPA reads all rows, the masked ones too.
         steps : int
             Query rows per sequence.
+        causal : bool
+            Row i stands for a step that had rows 0 to i.
         """
         self._calls += steps
-        everything = torch.tensor(steps * (key.nbytes + value.nbytes), device=key.device)
+        row_bytes = (key.nbytes + value.nbytes) // max(key.shape[2], 1)
+        rows = steps * (steps + 1) // 2 if causal else steps * key.shape[2]
+        everything = torch.tensor(rows * row_bytes, device=key.device)
         self._read.append(everything)
         self._total.append(everything)
+
+    def __repr__(self) -> str:
+        return (
+            f"Traffic({self.calls} calls, {self.bytes_read} of {self.bytes_total} bytes read, "
+            f"{self.value_rows:.1f} value rows)"
+        )
 
     @property
     def calls(self) -> int:
@@ -80,7 +92,8 @@ class Traffic:
 def record(model: torch.nn.Module) -> Iterator[Traffic]:
     """Count the KV bytes of every decoding forward of an enabled model.
 
-    Asks the operator for its statistics, which costs time: keep it out of timed runs.
+    Asks the operator for its statistics, which costs time: keep it out of timed runs. Disabling the
+    model inside of the block ends the counting.
 
     Parameters
     ----------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -29,6 +30,11 @@ class _Switch:
     shared_rows: bool
     text_config: Any
     implementation: str | None
+    hook: RemovableHandle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        register()  # an enabled model that was pickled may come to a process that never did
+        self.__dict__.update(state)
 
 
 def register() -> None:
@@ -82,7 +88,13 @@ def enable(
     rank = _tensor_parallel_rank(model)  # may fail, so before anything is switched
 
     implementation = _switch_implementation(model, text_config)
-    model.__dict__[_SWITCH] = _Switch(config, shared_rows, text_config, implementation)
+    before: _Switch | None = model.__dict__.get(_SWITCH)
+    hook = (
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        if before is None
+        else before.hook
+    )
+    model.__dict__[_SWITCH] = _Switch(config, shared_rows, text_config, implementation, hook)
     for module in modules:
         _bind(module, config, shared_rows, rank)
 
@@ -108,6 +120,7 @@ def disable(model: torch.nn.Module) -> None:
         if BINDING in module.__dict__:
             delattr(module, BINDING)
             delattr(module, SEED)
+    switch.hook.remove()
     del model.__dict__[_SWITCH]
     holds.release(switch.text_config, model, switch.implementation)
 
@@ -141,6 +154,24 @@ def use(
             enable(inner, before[0], shared_rows=before[1])
         elif _SWITCH in inner.__dict__:  # the block may have disabled the model itself
             disable(inner)
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what the attention function would not hear of.
+
+    Some models (GPT-2, OPT) do not pass on that weights are asked for.
+    """
+    found = getattr(model, _SWITCH).text_config._attn_implementation
+    if found != NAME:
+        raise ValueError(
+            f"{type(model).__name__}: the attention implementation was changed to {found!r} while "
+            "santa_torch is enabled; call santa_torch.hf.disable(model) before"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: sampled attention has no weights to return; "
+            'disable santa_torch and use attn_implementation="eager"'
+        )
 
 
 def _attention_modules(model: PreTrainedModel, text_config: Any) -> list[torch.nn.Module]:
@@ -183,10 +214,36 @@ def _check_supported(
         )
     if getattr(model.config, "output_attentions", False):
         raise ValueError("model: config.output_attentions=True; there are no weights to return")
+    if not any(getattr(module, "is_causal", True) for module in modules):
+        raise ValueError(f"model: {name} attends in both directions; there is nothing to decode")
+    _check_independent_of_the_name(name, text_config)
+    negative = sorted({m.layer_idx for m in modules if m.layer_idx < 0})  # type: ignore[operator, type-var]
+    if negative:
+        raise ValueError(f"model: {name} has attention layers without an index, got {negative[0]}")
     known = sorted({int(module.layer_idx) for module in modules})  # type: ignore[arg-type]
     unknown = sorted(set(config.layers or ()) - set(known))
     if unknown:
         raise ValueError(f"layers: {name} has layers {known[0]} to {known[-1]}, got {unknown}")
+
+
+def _check_independent_of_the_name(name: str, text_config: Any) -> None:
+    """Refuse models that attend otherwise under a name that they do not know.
+
+    They compare the name of the attention implementation with "sdpa", and leave out a mask, or the
+    rows that go with it, under any other.
+    """
+    for key in ("index_topk", "index_topk_blocks"):
+        if getattr(text_config, key, None) is not None:
+            raise ValueError(
+                f"model: {name} chooses rows by an indexer ({key}={getattr(text_config, key)}), "
+                "and shows its choice to transformers' own attention only"
+            )
+    shared = getattr(text_config, "num_kv_shared_layers", 0)
+    if shared and str(text_config.model_type).startswith("gemma4"):
+        raise ValueError(
+            f"model: {name} drops query rows before its num_kv_shared_layers={shared} layers "
+            "with shared keys, unless attention is transformers' own"
+        )
 
 
 def _switch_implementation(model: PreTrainedModel, text_config: Any) -> str | None:
