@@ -51,11 +51,16 @@ def _explain(library: str, cause: Exception) -> str:
     record = _record()
     built = record.TORCH if record else "unknown: there is no record of a build here"
     minimum = f" (needs >= {record.TORCH_MINIMUM})" if record else ""
+    source = (
+        ""
+        if record or not (FOLDER.parent / "setup.py").is_file()
+        else f"\n  installed already: leave {FOLDER.parent}, whose source folder hides it"
+    )
     return (
         f"santa_torch cannot load its compiled part {library}: {cause}\n"
         f"  built with torch: {built}\n"
         f"  torch found:      {torch.__version__}{minimum}\n"
-        f"  to rebuild:       {rebuild_command()}"
+        f"  to rebuild:       {rebuild_command()}{source}"
     )
 
 

@@ -315,6 +315,7 @@ def test_rule35_unloadable_library(library: str, how: str, installation: Path) -
     assert f"built with torch: {_build.TORCH}" in last
     assert f"torch found:      {torch.__version__}" in last
     assert f"to rebuild:       {sys.executable} -m pip install" in last
+    assert "installed already" not in last
 
 
 def test_rule35_never_built(installation: Path) -> None:
@@ -325,6 +326,7 @@ def test_rule35_never_built(installation: Path) -> None:
     done = python("import santa_torch", installation, check=False, cwd=installation)
     assert "no record of a build" in done.stdout
     assert f"cd {installation} && {sys.executable} setup.py build_ext --inplace" in done.stdout
+    assert f"installed already: leave {installation}" in done.stdout
 
 
 def test_rule35_unloadable_cuda_library_leaves_the_cpu(installation: Path) -> None:
