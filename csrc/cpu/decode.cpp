@@ -212,9 +212,9 @@ class Step {
     for (int64_t head = 0; head < shape_.batch * shape_.query_heads; ++head) {
       const float* chunks = piece<float>(plan_.chunk_maxima) + head * plan_.chunks;
       float largest = kNegativeInfinity;
-      const int64_t sink = head % shape_.query_heads;
-      if (sinks_.undefined(sink)) {
-        piece<float>(plan_.maxima)[head] = sinks_[sink];
+      const int64_t h = head % shape_.query_heads;
+      if (sinks_.undefined(h)) {
+        piece<float>(plan_.maxima)[head] = sinks_[h];
         continue;
       }
       for (int64_t c = 0; c < chunk_count(extents_[head / shape_.query_heads]); ++c) {
