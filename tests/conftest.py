@@ -60,19 +60,12 @@ def model() -> Any:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Keyword arguments, and shapes under "shapes", of every call of the operator."""
-    from santa_torch import ops
+def calls() -> Iterator[list[dict[str, Any]]]:
+    """Every call of the operator, as ``spies.operator_calls`` tells it."""
+    from spies import operator_calls
 
-    seen: list[dict[str, Any]] = []
-    original = ops.decode
-
-    def spy(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-        seen.append({**arguments, "shapes": (q.shape, k.shape, v.shape)})
-        return original(q, k, v, **arguments)
-
-    monkeypatch.setattr(ops, "decode", spy)
-    return seen
+    with operator_calls() as seen:
+        yield seen
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cache_tools import at, new_cache
+from cache_tools import CACHES, at, new_cache
+from spies import Graphs, operator_calls
 from tiny_models import DENSE, SAMPLED, generate, tokens
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from santa_torch import SantaConfig, hf
 from santa_torch.hf.wrappers import inner_model
@@ -125,20 +127,33 @@ def drafts(model: Any, assisted: bool = True) -> torch.Tensor:
 
 def check_drafts(model: Any) -> None:
     with hf.use(model, EVERY_ROW):
-        assert_close(drafts(model), drafts(model, assisted=False))
+        with operator_calls() as calls:
+            drafted = drafts(model)
+        assert_close(drafted, drafts(model, assisted=False))
+    rows = {len(call["q"]) for call in calls}  # of forwards: the prompt has 32, a step has 1
+    assert rows & {2, 3, 4, 5}, f"no draft went to the operator, only {rows} rows at a time"
 
 
-def compiled_steps(model: Any) -> torch.Tensor:
-    """Logits of steps in a static ``SantaCache``, through one graph of the whole model."""
+def compiled_steps(model: Any, graphs: Any = "aot_eager") -> torch.Tensor:
+    """Logits of steps in a static ``SantaCache``, through graphs of the whole model."""
     torch._dynamo.reset()
-    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    graph = torch.compile(model, backend=graphs, fullgraph=True)
     return steps(model, "santa static", PROMPT, graph, batch=1)
 
 
 def check_compiled_steps(model: Any) -> None:
+    graphs = Graphs()
     with hf.use(model, SAMPLED):
         expected = steps(model, "santa static", PROMPT, model, batch=1)
-        assert_close(compiled_steps(model), expected)
+        assert_close(compiled_steps(model, graphs), expected)
+    # transformers' sliding layers count rows in a Python number: the first, then any other.
+    inner = inner_model(model)
+    allowed = 2 if any(map(_is_sliding, CACHES["santa static"](inner).layers)) else 1
+    assert graphs.frame_count == allowed, f"{graphs.frame_count} graphs, expected {allowed}"
+
+
+def _is_sliding(layer: Any) -> bool:
+    return isinstance(layer, StaticSlidingWindowLayer)
 
 
 MODES = [

@@ -180,7 +180,7 @@ def test_beams_in_a_santa_cache_share_the_seed(
     with hf.use(model, SAMPLED):
         cache = with_cache(model, hf.SantaCache(model.config))
         generate(model, tokens(1, 20), new=4, num_beams=3, **cache)
-    assert {tuple(call["shapes"][0]) for call in calls} == {(3, 6, 16)}
+    assert {tuple(call["q"].shape) for call in calls} == {(3, 6, 16)}
     assert {tuple(call["seed"].tolist()) for call in calls} == {(5,)}
 
 
@@ -190,7 +190,7 @@ def test_beams_of_several_prompts_share_the_seed_too(
     with hf.use(model, SAMPLED):
         cache = with_cache(model, hf.SantaCache(model.config))
         generate(model, tokens(2, 20), new=4, num_beams=3, **cache)
-    assert {tuple(call["shapes"][0]) for call in calls} == {(6, 6, 16)}
+    assert {tuple(call["q"].shape) for call in calls} == {(6, 6, 16)}
     assert {tuple(call["seed"].tolist()) for call in calls} == {(5,)}
 
 

@@ -12,7 +12,7 @@ from cache_tools import CACHES, new_cache
 from tiny_models import DENSE, SAMPLED, generate, tokens, with_cache
 from transformers import LlamaForCausalLM
 
-from santa_torch import SantaConfig, hf, ops
+from santa_torch import SantaConfig, hf
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -27,18 +27,9 @@ MASK = torch.ones_like(PADDED)
 MASK[0, :9] = 0
 
 
-@pytest.fixture
-def seeds(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def seeds(calls: list[dict[str, Any]]) -> list[list[int]]:
     """Seeds of the rows at every call of the operator."""
-    seen: list[list[int]] = []
-    original = ops.decode
-
-    def spy(*tensors: Any, **arguments: Any) -> Any:
-        seen.append(arguments["seed"].tolist())
-        return original(*tensors, **arguments)
-
-    monkeypatch.setattr(ops, "decode", spy)
-    return seen
+    return [call["seed"].tolist() for call in calls]
 
 
 @every_cache
@@ -56,7 +47,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     ],
     ids=lambda settings: "-".join(settings) or "greedy",
 )
-def test_dense_text_is_that_of_sdpa(
+def test_rule44_dense_text_is_that_of_sdpa(
     model: LlamaForCausalLM, kind: str, settings: dict[str, Any]
 ) -> None:
     def text(cache: str) -> torch.Tensor:
@@ -87,22 +78,24 @@ def test_sampled_text_does_not_depend_on_the_cache(
 
 @every_cache
 def test_returned_sequences_have_seeds_of_their_own(
-    model: LlamaForCausalLM, seeds: list[list[int]], kind: str
+    model: LlamaForCausalLM, calls: list[dict[str, Any]], kind: str
 ) -> None:
     with hf.use(model, SAMPLED):
         sampling = {"do_sample": True, "num_return_sequences": 3}
         generate(model, PADDED, new=3, **sampling, **new_cache(model, kind))
-    assert {len(set(row)) for row in seeds} == {6}
-    assert {row[0] for row in seeds} == {SAMPLED.seed}
-    assert len({tuple(row) for row in seeds}) == 1  # the same at every step
+    assert {len(set(row)) for row in seeds(calls)} == {6}
+    assert {row[0] for row in seeds(calls)} == {SAMPLED.seed}
+    assert len({tuple(row) for row in seeds(calls)}) == 1  # the same at every step
 
 
 @santa_caches
-def test_beams_share_the_seed(model: LlamaForCausalLM, seeds: list[list[int]], kind: str) -> None:
+def test_beams_share_the_seed(
+    model: LlamaForCausalLM, calls: list[dict[str, Any]], kind: str
+) -> None:
     with hf.use(model, SAMPLED):
         generate(model, PADDED, new=4, num_beams=3, **new_cache(model, kind))
-    assert len(seeds) == 3 * 3
-    assert {tuple(row) for row in seeds} == {(SAMPLED.seed,)}
+    assert len(calls) == 3 * 3
+    assert {tuple(row) for row in seeds(calls)} == {(SAMPLED.seed,)}
 
 
 @every_cache
