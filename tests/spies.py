@@ -43,16 +43,22 @@ class Graphs(CompileCounterWithBackend):
         return self
 
 
-class _Mallinfo(ctypes.Structure):
+_FIELDS = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+class _Mallinfo2(ctypes.Structure):
     """``struct mallinfo2`` of glibc."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+class _Mallinfo(ctypes.Structure):
+    """``struct mallinfo`` of glibc, before 2.33: wraps around at 4 GiB, with signs."""
+
+    _fields_ = [(name, ctypes.c_int) for name in _FIELDS]
 
 
 def memory_in_use() -> tuple[int, int]:
@@ -61,7 +67,8 @@ def memory_in_use() -> tuple[int, int]:
     Unlike the resident size of the process they move with every tensor that stays. Needs glibc.
     """
     gc.collect()
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = _Mallinfo
+    library = ctypes.CDLL(None)
+    mallinfo = getattr(library, "mallinfo2", None) or library.mallinfo
+    mallinfo.restype = _Mallinfo2 if hasattr(library, "mallinfo2") else _Mallinfo
     info = mallinfo()
     return info.uordblks + info.hblkhd, sys.getallocatedblocks()

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "../check.h"
+#include "../text.h"
 #include "decode.h"
 #include "torch_side.h"
 
@@ -16,7 +17,7 @@ namespace {
 using torch::headeronly::ScalarType;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_op(
-    const Tensor& q, const Tensor& k, const Tensor& v, int64_t samples, const std::string& method,
+    const Tensor& q, const Tensor& k, const Tensor& v, int64_t samples, const Text& method,
     std::optional<double> scale, const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens,
     std::optional<double> softcap, const std::optional<Tensor>& sinks, const Tensor& seed,
     const std::optional<Tensor>& position, int64_t layer, int64_t head_offset, bool return_stats) {
@@ -58,7 +59,7 @@ std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optio
 
 std::string cpu_level_op() { return std::string(level_name(active_level())); }
 
-void set_cpu_level_op(const std::string& level) { set_active_level(parse_level(level, "santa::set_cpu_level")); }
+void set_cpu_level_op(const Text& level) { set_active_level(parse_level(level, "santa::set_cpu_level")); }
 
 }  // namespace
 }  // namespace santa::cpu

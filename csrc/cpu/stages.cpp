@@ -11,6 +11,7 @@
 #include "../check.h"
 #include "../math/softmax.h"
 #include "../math/weights.h"
+#include "../text.h"
 #include "draw.h"
 #include "gather.h"
 #include "torch_side.h"
@@ -141,7 +142,7 @@ std::optional<Tensor> check_row_mass(const std::string& op, const std::optional<
   return row_mass;
 }
 
-std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, const std::string& method,
+std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, const Text& method,
                                            int64_t kv_heads, const Tensor& seed, const Tensor& position,
                                            int64_t layer, int64_t head_offset,
                                            const std::optional<Tensor>& row_mass_in) {
