@@ -300,12 +300,17 @@ def _bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     return None if kind in ("full_attention", "attention") else str(kind)
 
 
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+def refuse_weights(kwargs: dict[str, Any]) -> None:
+    """Raise where a forward is asked for attention weights."""
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True: sampled attention has no weights to return; "
             'disable santa_torch and use attn_implementation="eager"'
         )
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    refuse_weights(kwargs)
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: {meaning} is not supported by santa_torch yet")

@@ -14,7 +14,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from santa_torch.config import SantaConfig
 from santa_torch.hf import holds
-from santa_torch.hf.attention import BINDING, NAME, SEED, Binding, attention_forward
+from santa_torch.hf.attention import (
+    BINDING,
+    NAME,
+    SEED,
+    Binding,
+    attention_forward,
+    refuse_weights,
+)
 from santa_torch.hf.wrappers import inner_model
 
 _SWITCH = "_santa_switch"
@@ -167,11 +174,7 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"{type(model).__name__}: the attention implementation was changed to {found!r} while "
             "santa_torch is enabled; call santa_torch.hf.disable(model) before"
         )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True: sampled attention has no weights to return; "
-            'disable santa_torch and use attn_implementation="eager"'
-        )
+    refuse_weights(kwargs)
 
 
 def _attention_modules(model: PreTrainedModel, text_config: Any) -> list[torch.nn.Module]:
