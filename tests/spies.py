@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -72,3 +72,13 @@ def memory_in_use() -> tuple[int, int]:
     mallinfo.restype = _Mallinfo2 if hasattr(library, "mallinfo2") else _Mallinfo
     info = mallinfo()
     return info.uordblks + info.hblkhd, sys.getallocatedblocks()
+
+
+def assert_memory_flat(calls: Callable[[int], None]) -> None:
+    """``calls(n)`` keeps nothing, once its first calls have filled what fills once."""
+    calls(200)
+    before = memory_in_use()
+    calls(1000)
+    grown, blocks = (now - then for now, then in zip(memory_in_use(), before, strict=True))
+    assert grown < 20 * 1000  # a tensor that stays takes 300 bytes and more, a string 48
+    assert blocks < 1000

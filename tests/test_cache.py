@@ -137,13 +137,6 @@ def test_crop_both_ways() -> None:
     SantaLayer().crop(-1)  # nothing there yet
 
 
-def test_crop_zero_means_what_it_means_to_transformers() -> None:
-    ours, theirs = pair(10)
-    ours.crop(0)
-    theirs.crop(0)
-    assert ours.get_seq_length() == theirs.get_seq_length()
-
-
 def test_crop_beyond_the_start_leaves_nothing() -> None:
     ours, _ = pair(10)
     ours.crop(-11)
@@ -158,24 +151,6 @@ def test_croppable_is_what_transformers_says_of_each_layer() -> None:
             cache.update(*rows(count), layer)
         layer = cache.layers[0]
         assert cache.is_croppable == getattr(layer, "is_croppable", kept)  # 5 crops what it records
-
-
-@pytest.mark.parametrize(
-    ("method", "argument"),
-    [
-        ("reorder_cache", torch.tensor([1, 1])),
-        ("batch_repeat_interleave", 3),
-        ("batch_select_indices", torch.tensor([1])),
-    ],
-)
-def test_batch_changes_equal_those_of_a_dynamic_cache(method: str, argument: Any) -> None:
-    ours, theirs = pair(10, 1)
-    for layer in (ours, theirs):
-        getattr(layer, method)(argument)
-    assert_same(ours, theirs)
-    new = rows(1, batch=theirs.keys.shape[0], seed=5)
-    assert all(map(torch.equal, ours.update(*new), theirs.update(*new)))
-    getattr(SantaLayer(), method)(argument)  # nothing there yet
 
 
 def test_reset_keeps_the_memory_and_takes_another_batch() -> None:

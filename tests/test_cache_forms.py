@@ -13,6 +13,7 @@ import torch
 from cache_tools import rows
 from tiny_models import TINY, prompt_and_cache, tokens, with_cache
 from transformers import LlamaForCausalLM, Qwen2Config
+from transformers.cache_utils import DynamicLayer
 
 from santa_torch import hf
 from santa_torch.hf.layer_growing import SantaLayer
@@ -24,15 +25,68 @@ FORMS: dict[str, dict[str, int]] = {"growing": {}, "static": {"max_cache_len": R
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
+def empty(form: str) -> Any:
+    """A layer without rows."""
+    return SantaLayer() if form == "growing" else SantaStaticLayer(ROOM)
+
+
 def filled(form: str, count: int = 10) -> Any:
     """A layer that holds ``count`` rows."""
-    layer = SantaLayer() if form == "growing" else SantaStaticLayer(ROOM)
+    layer = empty(form)
     layer.update(*rows(count))
     return layer
 
 
+def assert_shows(form: str, shown: Any, theirs: DynamicLayer) -> None:
+    """Keys and values of a layer, or that it returned, begin with the rows of a DynamicLayer.
+
+    Those of the growing form are those rows, those of the static one have room after them.
+    """
+    length = theirs.get_seq_length()
+    for got, want in zip(shown, (theirs.keys, theirs.values), strict=True):
+        assert torch.equal(got[:, :, :length], want)
+        assert got.shape[2] == (length if form == "growing" else ROOM)
+
+
 def new(model: LlamaForCausalLM, form: str) -> hf.SantaCache:
     return hf.SantaCache(model.config, **FORMS[form])
+
+
+@each_form
+def test_crop_zero_means_what_it_means_to_transformers(form: str) -> None:
+    ours, theirs = filled(form), DynamicLayer()
+    theirs.update(*rows(10))
+    ours.crop(0)
+    theirs.crop(0)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [
+        ("reorder_cache", torch.tensor([1, 1])),
+        ("batch_repeat_interleave", 3),
+        ("batch_select_indices", torch.tensor([1])),
+    ],
+)
+def test_batch_changes_equal_those_of_a_dynamic_cache(
+    form: str, method: str, argument: Any
+) -> None:
+    ours, theirs = empty(form), DynamicLayer()
+    for layer in (ours, theirs):
+        layer.update(*rows(10))
+        layer.update(*rows(1, seed=1))
+        getattr(layer, method)(argument)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    assert_shows(form, (ours.keys, ours.values), theirs)
+    new_rows = rows(1, batch=theirs.keys.shape[0], seed=5)
+    shown = ours.update(*new_rows)
+    theirs.update(*new_rows)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    assert_shows(form, shown, theirs)
+    assert_shows(form, (ours.keys, ours.values), theirs)
+    getattr(empty(form), method)(argument)  # nothing there yet
 
 
 @each_form

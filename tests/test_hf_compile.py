@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cache_tools import CACHES, at, new_cache
-from spies import Graphs, memory_in_use
+from spies import Graphs, assert_memory_flat
 from tiny_models import (
     TINY,
     build,
@@ -284,9 +284,4 @@ def test_rule34_a_thousand_steps_are_memory_flat(
                 if length > START + 8:
                     cache.crop(START - length)
 
-        calls(150)
-        before = memory_in_use()
-        calls(1000)
-        grown, blocks = (now - then for now, then in zip(memory_in_use(), before, strict=True))
-    assert grown < 20 * 1000  # a tensor that stays takes 300 bytes and more, a string 48
-    assert blocks < 1000
+        assert_memory_flat(calls)

@@ -141,33 +141,6 @@ def test_crop_both_ways() -> None:
     SantaStaticLayer(ROOM).crop(-1)  # nothing there yet
 
 
-def test_crop_zero_means_what_it_means_to_transformers() -> None:
-    ours, theirs = pair(10)
-    ours.crop(0)
-    theirs.crop(0)
-    assert ours.get_seq_length() == theirs.get_seq_length()
-
-
-@pytest.mark.parametrize(
-    ("method", "argument"),
-    [
-        ("reorder_cache", torch.tensor([1, 1])),
-        ("batch_repeat_interleave", 3),
-        ("batch_select_indices", torch.tensor([1])),
-    ],
-)
-def test_batch_changes_equal_those_of_a_dynamic_cache(method: str, argument: Any) -> None:
-    ours, theirs = pair(10, 1)
-    for layer in (ours, theirs):
-        getattr(layer, method)(argument)
-    assert_same(ours, theirs)
-    new = rows(1, batch=theirs.keys.shape[0], seed=5)
-    ours.update(*new)
-    theirs.update(*new)
-    assert_same(ours, theirs)
-    getattr(SantaStaticLayer(ROOM), method)(argument)  # nothing there yet
-
-
 def test_beams_are_told_from_other_uses() -> None:
     layer, _ = pair(10)
     layer.reorder_cache(torch.tensor([0, 1]))
