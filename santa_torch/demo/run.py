@@ -15,8 +15,8 @@ from santa_torch.config import SantaConfig
 from santa_torch.demo import report
 from santa_torch.demo.measure import Bench, Contender
 from santa_torch.demo.options import DemoError, Options
-from santa_torch.demo.progress import bar, status
 from santa_torch.demo.subject import Subject, load
+from santa_torch.progress import bar, status
 
 
 def run(options: Options) -> dict[str, Any]:
