@@ -20,6 +20,10 @@ STABLE_TORCH_LIBRARY(santa, m) {
       "int layer=0, int head_offset=0, Tensor? row_mass=None) -> (Tensor rows, Tensor counts, Tensor num_rows)");
   m.def("gather(Tensor rows, Tensor coefficients, Tensor num_rows, Tensor v) -> Tensor out");
 
+  // Reads a contiguous CPU tensor once, as fast as this machine reads memory, and returns the xor of its 64-bit
+  // words: the floor that benchmarks measure against.
+  m.def("read_through(Tensor x) -> int");
+
   // The instruction-set level of the CPU kernels: "generic", "avx2" or "avx512".
   m.def("cpu_level() -> str");
   m.def("set_cpu_level(str level) -> ()");

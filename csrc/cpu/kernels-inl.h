@@ -8,8 +8,9 @@
 using F = Isa::F;
 using I = Isa::I;
 
-constexpr int kTileRows = 4;              // rows scored at once: reduce4 turns their sums into one vector
-constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of the reads rows are asked for (measured)
+constexpr int kTileRows = 4;               // rows scored at once: reduce4 turns their sums into one vector
+constexpr int64_t kPrefetchBytes = 4096;   // how far ahead of the reads rows are asked for (measured)
+constexpr int64_t kReadAheadBytes = 8192;  // the same where nothing but reading is done
 constexpr int64_t kLineBytes = 64;
 
 inline void prefetch(const char* row, int64_t bytes) {
@@ -271,6 +272,28 @@ uint64_t include(const IncludeTile& tile) {
   return total;
 }
 
+// ---- read --------------------------------------------------------------------------------------------------
+
+uint64_t read_through(const char* lines, int64_t bytes) {
+  constexpr int64_t kVectors = kLineBytes / static_cast<int64_t>(sizeof(I));
+  I bits[kVectors];
+  for (int v = 0; v < kVectors; ++v) bits[v] = Isa::zero_int();
+  for (int64_t at = 0; at < bytes; at += kLineBytes) {
+    __builtin_prefetch(lines + at + kReadAheadBytes, 0, 2);
+    for (int v = 0; v < kVectors; ++v) {
+      const char* from = lines + at + v * static_cast<int64_t>(sizeof(I));
+      bits[v] = Isa::bit_xor(bits[v], Isa::load_int(reinterpret_cast<const uint32_t*>(from)));
+    }
+  }
+  uint64_t words[kVectors * sizeof(I) / 8];
+  for (int v = 0; v < kVectors; ++v) {
+    Isa::store_int(reinterpret_cast<uint32_t*>(words) + v * Isa::kLanes, bits[v]);
+  }
+  uint64_t all = 0;
+  for (const uint64_t word : words) all ^= word;
+  return all;
+}
+
 constexpr KernelTable kTable = {
     .score = {score<float>, score<Half>, score<BFloat>},
     .accumulate = {accumulate<float>, accumulate<Half>, accumulate<BFloat>},
@@ -280,4 +303,5 @@ constexpr KernelTable kTable = {
     .weigh = weigh,
     .include = include,
     .sum_blocks = sum_blocks,
+    .read_through = read_through,
 };

@@ -67,6 +67,8 @@ struct KernelTable {
   uint64_t (*include)(const IncludeTile&);
   // Sums of kBlockRows weights each; returns the sum of all.
   uint64_t (*sum_blocks)(const uint32_t* weights, int64_t n, uint64_t* block_sums);
+  // Xor of the 64-bit words of whole cache lines.
+  uint64_t (*read_through)(const char* lines, int64_t bytes);
 };
 
 extern const KernelTable kGenericKernels;

@@ -39,6 +39,8 @@ struct Isa {
   static void store(float* to, F x) { _mm256_storeu_ps(to, x); }
   static I load_int(const uint32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void store_int(uint32_t* to, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+  static I zero_int() { return _mm256_setzero_si256(); }
+  static I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }

@@ -46,6 +46,8 @@ struct Isa {
   static void store(float* to, F x) { _mm512_storeu_ps(to, x); }
   static I load_int(const uint32_t* from) { return _mm512_loadu_si512(from); }
   static void store_int(uint32_t* to, I x) { _mm512_storeu_si512(to, x); }
+  static I zero_int() { return _mm512_setzero_si512(); }
+  static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }

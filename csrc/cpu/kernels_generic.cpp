@@ -38,6 +38,8 @@ struct Isa {
     return x;
   }
   static void store_int(uint32_t* to, I x) { std::memcpy(to, &x, sizeof x); }
+  static I zero_int() { return I{}; }
+  static I bit_xor(I a, I b) { return a ^ b; }
 
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }

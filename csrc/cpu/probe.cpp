@@ -1,0 +1,49 @@
+// Measures of the machine itself, for benchmarks.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "../check.h"
+#include "kernels.h"
+#include "torch_side.h"
+
+namespace santa::cpu {
+namespace {
+
+constexpr int64_t kLine = 64;
+constexpr int64_t kGrain = 1024;  // lines below which a thread is not worth waking
+
+// The bytes past the last whole word, as a word.
+uint64_t read_rest(const char* from, int64_t bytes) {
+  uint64_t all = 0;
+  for (int64_t at = 0; at < bytes; at += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, from + at, static_cast<size_t>(std::min<int64_t>(8, bytes - at)));
+    all ^= word;
+  }
+  return all;
+}
+
+int64_t read_through_op(const Tensor& x) {
+  const std::string op = "santa::read_through";
+  check_given(op, "x", x);
+  if (!x.is_cpu() || !x.is_contiguous()) {
+    fail(op, "x must be a contiguous tensor on the CPU, got ", dtype_text(x), " ", shape_text(x));
+  }
+  const char* data = static_cast<const char*>(x.const_data_ptr());
+  const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size());
+  const KernelTable& kernels = active_kernels();
+  std::atomic<uint64_t> all{read_rest(data + bytes / kLine * kLine, bytes % kLine)};
+  torch_parallel_for(bytes / kLine, kGrain, [&](int64_t begin, int64_t end) {
+    all ^= kernels.read_through(data + begin * kLine, (end - begin) * kLine);
+  });
+  return static_cast<int64_t>(all.load());
+}
+
+}  // namespace
+}  // namespace santa::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) { m.impl("read_through", TORCH_BOX(&santa::cpu::read_through_op)); }
