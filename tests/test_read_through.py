@@ -38,6 +38,6 @@ def test_one_changed_bit_anywhere_shows(level):
 
 def test_refuses_what_it_cannot_read_in_one_go():
     with pytest.raises(
-        RuntimeError, match=r"x must be a contiguous tensor on the CPU, got float32 \[4, 4\]"
+        ValueError, match=r"x must be a contiguous tensor on the CPU, got float32 \[4, 4\]"
     ):
-        torch.ops.santa.read_through(torch.zeros(4, 8)[:, ::2])
+        torch.ops.santa.read_through(torch.zeros(4, 8)[:, :4])
