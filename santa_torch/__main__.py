@@ -9,6 +9,7 @@ from importlib import import_module
 # Command: module, one line of help. A module is imported only when its command runs.
 COMMANDS = {
     "info": ("santa_torch.info", "what this build is and what it runs on"),
+    "bench": ("santa_torch.bench", "decode steps against their rivals and the bandwidth"),
     "demo": ("santa_torch.demo", "a language model with exact and with sampled attention"),
 }
 

@@ -33,13 +33,17 @@ def bar(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def status(label: str) -> Iterator[None]:
-    """Say what is going on where its length is unknown."""
+def status(label: str) -> Iterator[Callable[[str], None]]:
+    """Say what is going on where its length is unknown; yields a function for details of it."""
     start = time.perf_counter()
     live = sys.stderr.isatty()
-    if live:
-        _write(f"{label} ...")
-    yield
+
+    def show(detail: str) -> None:
+        if live:
+            _write(f"{_clear(live)}{label} {detail} ...")
+
+    show("")
+    yield show
     _write(f"{_clear(live)}{label:<{_LABEL}} {time.perf_counter() - start:.1f} s\n")
 
 

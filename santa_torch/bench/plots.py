@@ -1,0 +1,152 @@
+"""The pictures: time against L with the floor drawn in, speed-up against S, share of bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from santa_torch.bench.own import DENSE, FLOOR
+from santa_torch.bench.results import CaseResult
+
+_OURS = ("#e45756", "#f58518", "#72b7b2", "#54a24b", "#b279a2")
+_PEERS = ("#4c78a8", "#8a8f98", "#9ecae9", "#bab0ac", "#79706e", "#a0cbe8", "#6b6ecf", "#9c9ede")
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def draw(results: Sequence[CaseResult], path: Path) -> bool:
+    """Draw what the results allow to ``path``, PNG or SVG by its suffix; False for nothing."""
+    panels = [
+        panel
+        for panel in (_TimeByRows(results), _SpeedBySamples(results), _ShareByCase(results))
+        if panel.data
+    ]
+    if not panels or not available():
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2 * len(panels), 4.8), layout="constrained")  # no pyplot
+    FigureCanvasAgg(figure)
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        panel.draw(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return True
+
+
+class _TimeByRows:
+    """Milliseconds against L, for the first batch, heads and dtype that have several lengths."""
+
+    def __init__(self, results: Sequence[CaseResult]) -> None:
+        by_shape: dict[tuple[Any, ...], list[CaseResult]] = {}
+        for result in results:
+            case = result.case
+            key = (case.batch, case.heads, case.kv_heads, case.head_dim, case.dtype, case.threads)
+            if result.measured("floor"):
+                by_shape.setdefault(key, []).append(result)
+        longest = max(by_shape.values(), key=len, default=[])
+        self.data = sorted(longest, key=lambda r: r.case.rows) if len(longest) > 1 else []
+
+    def draw(self, axes: Any) -> None:
+        names = list(dict.fromkeys(row.name for result in self.data for row in result.rows))
+        ours, peers = iter(_OURS * 9), iter(_PEERS * 9)
+        for name in names:
+            points = [
+                (result.case.rows, row.ms) for result in self.data if (row := result.row(name))
+            ]
+            if not points:
+                continue
+            if name == FLOOR:
+                style = {"color": "black", "linestyle": "--", "linewidth": 1.5}
+            elif name.startswith("santa"):
+                style = {"color": next(ours), "marker": "o", "linewidth": 2}
+            else:
+                style = {"color": next(peers), "marker": ".", "linewidth": 1}
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+        rows = [result.case.rows for result in self.data]
+        axes.set(xscale="log", yscale="log", xlabel="rows of the KV cache", ylabel="ms per call")
+        axes.set_xticks(rows, [_short(count) for count in rows])
+        axes.minorticks_off()
+        case = self.data[0].case
+        axes.set_title(
+            f"B={case.batch}, {case.heads}/{case.kv_heads} heads, D={case.head_dim}, {case.dtype}",
+            fontsize=10,
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, frameon=False)
+
+
+class _SpeedBySamples:
+    """Times as fast as dense against S, at the case with the most S."""
+
+    def __init__(self, results: Sequence[CaseResult]) -> None:
+        best = max(results, key=lambda r: len(r.case.samples), default=None)
+        self.data: dict[str, list[tuple[int, float]]] = {}
+        self.title = str(best.case) if best else ""
+        for row in best.measured("santa") if best and len(best.case.samples) > 1 else ():
+            speed = best.ratio(DENSE, row.name) if best else None
+            if row.samples is not None and speed is not None and "(" not in row.name:
+                self.data.setdefault(row.method, []).append((row.samples, speed.value))
+
+    def draw(self, axes: Any) -> None:
+        for (method, points), colour in zip(self.data.items(), _OURS, strict=False):
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", color=colour, label=method)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xscale="log", xlabel="samples S", ylabel="times as fast as our dense")
+        axes.set_title(self.title, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, frameon=False)
+
+
+class _ShareByCase:
+    """Share of the read bandwidth of our dense, and of the strongest peer, by case."""
+
+    def __init__(self, results: Sequence[CaseResult]) -> None:
+        self.data: list[tuple[str, dict[str, float]]] = []
+        for result in results:
+            peer = result.strongest("torch", "library")
+            shares = {
+                label: 100 * share.value
+                for label, name in ((DENSE, DENSE), ("strongest peer", peer.name if peer else ""))
+                if (share := result.ratio(FLOOR, name)) is not None
+            }
+            if shares:
+                self.data.append((_name(result), shares))
+
+    def draw(self, axes: Any) -> None:
+        for offset, (label, colour) in enumerate(
+            ((DENSE, _OURS[0]), ("strongest peer", _PEERS[0]))
+        ):
+            places = [i + 0.4 * offset for i in range(len(self.data))]
+            values = [shares.get(label, 0.0) for _, shares in self.data]
+            drawn = axes.barh(places, values, 0.38, color=colour, label=label)
+            axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
+        axes.set_yticks([i + 0.2 for i in range(len(self.data))], [n for n, _ in self.data])
+        axes.tick_params(axis="y", labelsize=7)
+        axes.invert_yaxis()
+        axes.axvline(100, color="black", linestyle="--", linewidth=0.8)
+        axes.set_title("share of the read bandwidth [%]", fontsize=10)
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _name(result: CaseResult) -> str:
+    case = result.case
+    return (
+        f"B={case.batch} {case.heads}/{case.kv_heads} D={case.head_dim}\n"
+        f"L={_short(case.rows)} {case.dtype}"
+    )
+
+
+def _short(count: int) -> str:
+    if count % 2**20 == 0:
+        return f"{count // 2**20}M"
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)

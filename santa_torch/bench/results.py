@@ -1,0 +1,137 @@
+"""What a run measured, as plain data: rows of cases, ready for tables, JSON and targets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from santa_torch.bench.cases import Case
+from santa_torch.bench.machine import Disturbance
+from santa_torch.bench.timing import Ratio, Times, ratio
+
+
+@dataclass
+class Row:
+    """A variant of a case.
+
+    Parameters
+    ----------
+    name, family : str
+        As in ``timing.Variant``.
+    times : Times
+        What was measured.
+    dtype : str
+        Of the K and V that it reads.
+    method, samples
+        Of ours: the method ("" for others) and S.
+    error : float or None
+        Relative RMS error of one output against float64.
+    note : str
+        Versions, or why there are no times.
+    scratch_bytes : int or None
+        Of ours, where the build tells.
+    """
+
+    name: str
+    family: str
+    times: Times = field(default_factory=Times)
+    dtype: str = ""
+    method: str = ""
+    samples: int | None = None
+    error: float | None = None
+    note: str = ""
+    scratch_bytes: int | None = None
+
+    @property
+    def ms(self) -> float | None:
+        """Lower quartile in milliseconds; None where nothing was measured."""
+        return 1e3 * self.times.lower_quartile if self.times.seconds else None
+
+
+@dataclass
+class CaseResult:
+    """A case and its rows.
+
+    Parameters
+    ----------
+    case : Case
+        The shape.
+    sets : str
+        What the buffers rotated through, in words.
+    rotated_bytes : int
+        The same as a number.
+    rows : list of Row
+        The floor first.
+    disturbance : Disturbance
+        Whether others used the machine meanwhile.
+    skipped : str
+        Why nothing was measured, where nothing was.
+    """
+
+    case: Case
+    sets: str = ""
+    rotated_bytes: int = 0
+    rows: list[Row] = field(default_factory=list)
+    disturbance: Disturbance = field(default_factory=Disturbance)
+    skipped: str = ""
+
+    def row(self, name: str) -> Row | None:
+        """A row with times."""
+        return next((r for r in self.rows if r.name == name and r.times.seconds), None)
+
+    def measured(self, *families: str) -> list[Row]:
+        """Rows of these families that have times."""
+        return [row for row in self.rows if row.family in families and row.times.seconds]
+
+    def strongest(self, *families: str) -> Row | None:
+        """The fastest of these families, by its lower quartile."""
+        return min(self.measured(*families), key=lambda row: row.ms or 0.0, default=None)
+
+    def ratio(self, above: str, below: str) -> Ratio | None:
+        """Time of one row over that of another."""
+        a, b = self.row(above), self.row(below)
+        return ratio(a.times, b.times) if a and b else None
+
+    def plain(self, floor: str, dense: str) -> dict[str, Any]:
+        """Plain values for JSON, with ratios to the floor, to dense and to the strongest peer."""
+        peer = self.strongest("torch", "library")
+        return {
+            "case": asdict(self.case),
+            "name": str(self.case),
+            "kv_bytes": self.case.kv_bytes,
+            "rotated_bytes": self.rotated_bytes,
+            "sets": self.sets,
+            "skipped": self.skipped,
+            "quiet": self.disturbance.quiet,
+            "cores_of_others": self.disturbance.cores,
+            "seconds_waited": self.disturbance.waited,
+            "strongest_peer": peer.name if peer else None,
+            "variants": [
+                {
+                    "name": row.name,
+                    "family": row.family,
+                    "method": row.method,
+                    "samples": row.samples,
+                    "dtype": row.dtype,
+                    "ms": row.ms,
+                    "ms_median": 1e3 * row.times.median if row.times.seconds else None,
+                    "gigabytes_per_second": self._bandwidth(row),
+                    "over_floor": _plain(self.ratio(floor, row.name)),
+                    "speed_up": _plain(self.ratio(dense, row.name)),
+                    "speed_up_over_peer": _plain(self.ratio(peer.name, row.name) if peer else None),
+                    "relative_rms_error": row.error,
+                    "scratch_bytes": row.scratch_bytes,
+                    "note": row.note,
+                    "error": row.times.error,
+                    "seconds": row.times.rounds,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def _bandwidth(self, row: Row) -> float | None:
+        return self.case.kv_bytes / row.ms / 1e6 if row.ms and row.family == "floor" else None
+
+
+def _plain(value: Ratio | None) -> dict[str, float] | None:
+    return asdict(value) if value else None

@@ -1,0 +1,137 @@
+"""The suite from start to end."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from santa_torch.bench import machine, plots, report, targets
+from santa_torch.bench.cases import Case
+from santa_torch.bench.check import WrongResultError
+from santa_torch.bench.model import ModelResult
+from santa_torch.bench.operators import Settings, run_case
+from santa_torch.bench.options import BenchError, Options
+from santa_torch.bench.results import CaseResult
+
+
+def run(options: Options, watch: machine.Watch | None = None) -> dict[str, Any]:
+    """Measure what the options ask for, print it, and write the files after each step.
+
+    Returns
+    -------
+    dict
+        What ``results.json`` holds.
+
+    Raises
+    ------
+    BenchError
+        A folder, a level or a model is not there, or an output is wrong.
+    KeyboardInterrupt
+        Ctrl-C; what was measured until then is in the files.
+    """
+    _make_directory(options)
+    session = _Session(options, watch or machine.Watch())
+    print(report.heading(session.facts), flush=True)
+    try:
+        session.measure()
+    except WrongResultError as error:
+        raise BenchError(f"wrong result: {error}") from None
+    finally:
+        written = session.write()
+    print(session.closing())
+    for path in written:
+        print(f"wrote {path}")
+    return session.document()
+
+
+class _Session:
+    """The results of one run."""
+
+    def __init__(self, options: Options, watch: machine.Watch) -> None:
+        self.options, self.watch = options, watch
+        self.facts = machine.facts()
+        self.results: list[CaseResult] = []
+        self.models: list[ModelResult] = []
+
+    def measure(self) -> None:
+        """All cases, or the model; prints each table as soon as it is there."""
+        options = self.options
+        if options.model:
+            raise BenchError("models: not yet")
+        settings = Settings(
+            options.peers,
+            options.rounds,
+            options.calls,
+            options.wait,
+            options.seed,
+            options.memory,
+        )
+        for case in options.cases:
+            self.results.append(CaseResult(self._with_levels(case)))
+            run_case(self.results[-1], settings, self.watch)
+            print(report.case_table(self.results[-1]), end="\n\n", flush=True)
+            self.write()
+
+    def verdicts(self) -> list[targets.Verdict]:
+        """Targets of everything measured."""
+        models = [verdict for model in self.models for verdict in targets.judge_model(model)]
+        return targets.judge(self.results) + models
+
+    def document(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        settings = {**asdict(self.options), "out": str(self.options.out)}
+        del settings["cases"]
+        return report.document(self.facts, settings, self.results, self.models, self.verdicts())
+
+    def closing(self) -> str:
+        """Notes, and the targets."""
+        notes = "\n".join(textwrap.fill(n, 100, subsequent_indent="  ") for n in report.NOTES)
+        verdicts = self.verdicts()
+        return notes + (f"\n\n{report.targets_table(verdicts)}\n" if verdicts else "\n")
+
+    def write(self) -> list[Any]:
+        """Write all files as they stand."""
+        document = self.document()
+        tables = [report.case_table(result) for result in self.results]
+        tables += [report.model_table(model) for model in self.models]
+        table = "\n\n".join([report.heading(self.facts).strip(), *tables, self.closing()])
+        files: dict[str, str | Callable[..., bool]] = {
+            "table.txt": table,
+            "table.md": report.markdown(self.results),
+            "results.csv": report.rows_csv(document),
+            "results.json": report.dumps(document),
+        }
+        if plots.available():
+            draw = partial(plots.draw, self.results)
+            files |= {"bench.png": draw, "bench.svg": draw}
+        return report.write(self.options.out, files)
+
+    def _with_levels(self, case: Case) -> Case:
+        """Levels to compare: those of the full suite where there are any, given ones as given."""
+        supported, used = self.facts["cpu_levels"], self.facts["cpu_level"]
+        if self.options.suite != "full":
+            for level in case.levels:
+                if level not in supported:
+                    raise BenchError(
+                        f"argument --levels: {level!r} is not one of this processor's: "
+                        f"{', '.join(supported)}"
+                    )
+        below = supported[: supported.index(used)]
+        levels = case.levels if self.options.suite != "full" else below
+        return replace(case, levels=tuple(level for level in case.levels if level in levels))
+
+
+def _make_directory(options: Options) -> None:
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):
+            pass  # it can be written to: said now rather than after the runs
+    except OSError as error:
+        raise BenchError(f"argument --out: {str(options.out)!r}: {error.strerror}") from None
+    if not plots.available():
+        print("bench: no plots, matplotlib is not installed", file=sys.stderr)

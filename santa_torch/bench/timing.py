@@ -1,0 +1,244 @@
+"""Interleaved timing: every variant takes a turn in each round, in a shuffled order.
+
+A machine that is shared drifts by a fifth and more within minutes. Variants that take turns in one
+process drift together, so that their ratios hold where their times do not.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Seconds between turns: thread pools of the last variant stop spinning and leave the cores.
+REST = 0.002
+
+#: A variant this many times slower than the fastest takes part in every third round only.
+SLOW, SLOW_EVERY = 10.0, 3
+
+#: Calls shorter than this are timed several at once, in seconds.
+RESOLUTION = 200e-6
+
+
+def _nothing() -> None:
+    """Nothing to be done before or after a turn."""
+
+
+@dataclass
+class Variant:
+    """One way to compute a decode step.
+
+    Parameters
+    ----------
+    name : str
+        As the table shows it; unique within a run.
+    family : str
+        "floor", "santa", "torch" (plain PyTorch) or "library".
+    run : callable
+        Called with the index of a set of K and V; what is timed.
+    prepare, rest : callable
+        Called before and after each turn, outside of the timed part.
+    """
+
+    name: str
+    family: str
+    run: Callable[[int], Any]
+    prepare: Callable[[], None] = _nothing
+    rest: Callable[[], None] = _nothing
+
+
+@dataclass
+class Times:
+    """What was measured of one variant.
+
+    Parameters
+    ----------
+    rounds : dict of int to list of float
+        Seconds per call of the counted calls, by round. Slow variants skip rounds.
+    error : str or None
+        Why it stopped, where it did.
+    """
+
+    rounds: dict[int, list[float]] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """All counted calls."""
+        return [second for calls in self.rounds.values() for second in calls]
+
+    @property
+    def lower_quartile(self) -> float:
+        """What the machine does when nobody disturbs it much."""
+        return lower_quartile(self.seconds)
+
+    @property
+    def median(self) -> float:
+        """What it does typically."""
+        return statistics.median(self.seconds)
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """The value below which a quarter of the others lies."""
+    return sorted(values)[len(values) // 4]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long one variant takes as another.
+
+    Parameters
+    ----------
+    value : float
+        Ratio of the lower quartiles of all calls.
+    low, high : float
+        Quartiles of the ratios of the rounds' medians: what repeating the run would move it by.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio(above: Times, below: Times) -> Ratio | None:
+    """``above / below``; None where one of them has no times.
+
+    The value uses every call; the spread pairs the turns of one round, which lie within a second
+    or two of each other.
+    """
+    if not above.seconds or not below.seconds:
+        return None
+    value = above.lower_quartile / below.lower_quartile
+    common = sorted(above.rounds.keys() & below.rounds.keys())
+    paired = [
+        statistics.median(above.rounds[r]) / statistics.median(below.rounds[r]) for r in common
+    ]
+    if len(paired) < 2:
+        return Ratio(value, value, value)
+    low, _, high = statistics.quantiles(paired, n=4, method="inclusive")
+    return Ratio(value, low, high)
+
+
+@dataclass
+class Schedule:
+    """How often and in which order variants are called.
+
+    Parameters
+    ----------
+    rounds : int
+        Turns of each variant that count; one more warms up.
+    calls : int
+        Counted calls of a turn. One more comes first and does not count: it wakes the threads.
+    sets : int
+        Sets of K and V; every call of any variant takes the next one.
+    seed : int
+        Of the order within a round.
+    """
+
+    rounds: int
+    calls: int
+    sets: int
+    seed: int = 0
+
+
+def measure(
+    variants: Sequence[Variant],
+    schedule: Schedule,
+    progress: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Times]:
+    """Time all variants interleaved.
+
+    A variant that raises keeps its times so far, gets the message as ``error`` and takes no further
+    turns. On Ctrl-C the exception goes through with what was measured in its ``args``.
+
+    Parameters
+    ----------
+    variants : sequence of Variant
+        At least one.
+    schedule : Schedule
+        How often.
+    progress : callable
+        Called with the number of rounds done.
+    clock, sleep : callable
+        Seconds, and how to wait; tests pass their own.
+
+    Returns
+    -------
+    dict
+        ``Times`` by name of variant.
+    """
+    results = {variant.name: Times() for variant in variants}
+    order, turns = random.Random(schedule.seed), _Turns(schedule, clock, sleep)
+    pace: dict[str, float] = {}
+    try:
+        for number in range(-1, schedule.rounds):  # round -1 warms up and sets the pace
+            shuffled = list(variants)
+            order.shuffle(shuffled)
+            fastest = min(pace.values(), default=0.0)
+            for variant in shuffled:
+                times = results[variant.name]
+                slow = pace.get(variant.name, 0.0) > SLOW * fastest
+                if times.error or (number > 0 and slow and number % SLOW_EVERY):
+                    continue
+                try:
+                    calls = turns.take(variant, pace.get(variant.name))
+                except Exception as error:
+                    times.error = describe(error)
+                    continue
+                if number < 0:
+                    pace[variant.name] = min(calls)
+                else:
+                    times.rounds[number] = calls
+            progress(number + 1)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(results) from stop
+    return results
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while measuring; ``results`` is what was measured until then."""
+
+    def __init__(self, results: dict[str, Times]) -> None:
+        super().__init__()
+        self.results = results
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+class _Turns:
+    """Takes turns, each from where the last one left the sets."""
+
+    def __init__(
+        self, schedule: Schedule, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self.schedule, self.clock, self.sleep = schedule, clock, sleep
+        self.cursor = 0
+
+    def take(self, variant: Variant, pace: float | None) -> list[float]:
+        """Seconds per call of one turn's counted calls."""
+        repeats = 1 if not pace else max(1, min(1000, round(RESOLUTION / pace)))
+        self.sleep(REST)
+        variant.prepare()
+        try:
+            return [self._time(variant, repeats) for _ in range(self.schedule.calls + 1)][1:]
+        finally:
+            variant.rest()
+
+    def _time(self, variant: Variant, repeats: int) -> float:
+        run, sets, cursor = variant.run, self.schedule.sets, self.cursor
+        start = self.clock()
+        for _ in range(repeats):
+            run(cursor)
+            cursor = (cursor + 1) % sets
+        seconds = (self.clock() - start) / repeats
+        self.cursor = cursor
+        return seconds
