@@ -94,7 +94,7 @@ def run_case(
         built, others = build_peers(keys, case, inputs, say)
     reasons.update(others)
     try:
-        with status(f"{case}: comparing with float64"):
+        with status(f"{case}: compiling and checking"):
             _check(case, inputs, ours, built, result, reasons)
         variants = [item.variant for item in ours]
         variants += [peer.variant for _, peer in built if peer.variant.name not in reasons]

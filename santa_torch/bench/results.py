@@ -135,3 +135,75 @@ class CaseResult:
 
 def _plain(value: Ratio | None) -> dict[str, float] | None:
     return asdict(value) if value else None
+
+
+@dataclass
+class ModelResult:
+    """What was measured of a model's steps.
+
+    Parameters
+    ----------
+    name : str
+        The model and its setting.
+    context : int
+        Rows in the long caches.
+    judged : bool
+        Whether the targets are about it.
+    labels : dict
+        By key of contender, its name in the table.
+    times : dict
+        By key, seconds per step.
+    notes : list of str
+        How the caches were filled, and what else a reader should know.
+    disturbance : Disturbance
+        Whether others used the machine meanwhile.
+    """
+
+    name: str = ""
+    context: int = 0
+    judged: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+    times: dict[str, Times] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    disturbance: Disturbance = field(default_factory=Disturbance)
+
+    def ratio(self, above: str, below: str) -> Ratio | None:
+        """Time of one contender over that of another; None where one was not measured.
+
+        "short" is the fastest of those with hardly any context.
+        """
+        below = self._fastest_short() if below == "short" else below
+        empty = Times()
+        return ratio(self.times.get(above, empty), self.times.get(below, empty))
+
+    def _fastest_short(self) -> str:
+        measured = {
+            key: times.lower_quartile
+            for key, times in self.times.items()
+            if key.startswith("short") and times.seconds
+        }
+        return min(measured, key=lambda key: measured[key], default="")
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "name": self.name,
+            "context": self.context,
+            "notes": self.notes,
+            "quiet": self.disturbance.quiet,
+            "cores_of_others": self.disturbance.cores,
+            "contenders": [
+                {
+                    "key": key,
+                    "label": label,
+                    "ms": 1e3 * times.lower_quartile if times.seconds else None,
+                    "ms_median": 1e3 * times.median if times.seconds else None,
+                    "over_short": _plain(self.ratio(key, "short")),
+                    "over_ours": _plain(self.ratio(key, "santa")),
+                    "error": times.error,
+                    "seconds": times.rounds,
+                }
+                for key, label in self.labels.items()
+                if (times := self.times.get(key)) is not None
+            ],
+        }

@@ -13,10 +13,9 @@ from typing import Any
 from santa_torch.bench import machine, plots, report, targets
 from santa_torch.bench.cases import Case
 from santa_torch.bench.check import WrongResultError
-from santa_torch.bench.model import ModelResult
 from santa_torch.bench.operators import Settings, run_case
 from santa_torch.bench.options import BenchError, Options
-from santa_torch.bench.results import CaseResult
+from santa_torch.bench.results import CaseResult, ModelResult
 
 
 def run(options: Options, watch: machine.Watch | None = None) -> dict[str, Any]:
@@ -62,7 +61,8 @@ class _Session:
         """All cases, or the model; prints each table as soon as it is there."""
         options = self.options
         if options.model:
-            raise BenchError("models: not yet")
+            self._measure_model()
+            return
         settings = Settings(
             options.peers,
             options.rounds,
@@ -77,6 +77,17 @@ class _Session:
             print(report.case_table(self.results[-1]), end="\n\n", flush=True)
             self.write()
 
+    def _measure_model(self) -> None:
+        try:
+            from santa_torch.bench.model import run_model
+        except ImportError as error:
+            raise BenchError(
+                f"argument --model: {error} (pip install 'santa-torch[bench]')"
+            ) from None
+        self.models.append(ModelResult())
+        run_model(self.models[-1], self.options, self.watch)
+        print(report.model_table(self.models[-1]), end="\n\n", flush=True)
+
     def verdicts(self) -> list[targets.Verdict]:
         """Targets of everything measured."""
         models = [verdict for model in self.models for verdict in targets.judge_model(model)]
@@ -90,7 +101,8 @@ class _Session:
 
     def closing(self) -> str:
         """Notes, and the targets."""
-        notes = "\n".join(textwrap.fill(n, 100, subsequent_indent="  ") for n in report.NOTES)
+        chosen = report.MODEL_NOTES if self.options.model else report.NOTES
+        notes = "\n".join(textwrap.fill(n, 100, subsequent_indent="  ") for n in chosen)
         verdicts = self.verdicts()
         return notes + (f"\n\n{report.targets_table(verdicts)}\n" if verdicts else "\n")
 

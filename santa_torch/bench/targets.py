@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from santa_torch.bench.cases import Case
-from santa_torch.bench.model import ModelResult
 from santa_torch.bench.own import DENSE, FLOOR, label
-from santa_torch.bench.results import CaseResult
+from santa_torch.bench.results import CaseResult, ModelResult
 
 Figure = Callable[[CaseResult, Sequence[CaseResult]], float | None]
 

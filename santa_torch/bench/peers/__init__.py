@@ -30,7 +30,7 @@ PEERS: dict[str, Peer] = {
         Peer("compiled", "grouped, compiled", "torch", plain.compiled, compiled=True),
         Peer("flex", "FlexAttention, compiled", "torch", plain.flex, compiled=True),
         Peer("onnxruntime", "ONNX Runtime GQA", "library", onnx.build, *_WHOLE),
-        Peer("openvino", "OpenVINO SDPA", "library", vino.build),
+        Peer("openvino", "OpenVINO SDPA", "library", vino.build, *_HALF),
         Peer("llama.cpp", "llama.cpp flash attention", "library", ggml.build, *_HALF),
     )
 }  # fmt: skip
@@ -49,8 +49,6 @@ def memory(keys: Sequence[str], case: Case) -> tuple[float, int]:
     """
     others = {PEERS[key].dtype(case.dtype) for key in keys} - {case.dtype}
     copies = sum(ITEM_BYTES[other] / ITEM_BYTES[case.dtype] for other in others)
-    if "openvino" in keys:
-        copies += vino.COPIES
     expanded = any(PEERS[key].expands for key in keys)
     return copies, case.group * case.kv_bytes if expanded else 0
 
