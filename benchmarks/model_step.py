@@ -14,13 +14,10 @@ The context is prefilled once; a step is undone (cropped) outside of the timed p
 from __future__ import annotations
 
 import argparse
-import contextlib
-import inspect
 import json
-import os
-import platform
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +28,9 @@ from torch._inductor.compile_fx import compile_fx
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-import santa_torch
 from santa_torch import SantaConfig, hf
+from santa_torch.bench import machine, steps
+from santa_torch.bench.timing import lower_quartile
 from santa_torch.demo import options, subject
 from santa_torch.hf.layer_growing import SantaLayer
 from santa_torch.hf.layer_static import SantaStaticLayer
@@ -108,8 +106,8 @@ class Bench:
     @torch.no_grad()
     def _fill(self, names: list[str]) -> dict[str, Any]:
         first = DynamicCache(config=self.model.config)
-        for part in self.tokens[:, : self.context].split(1024, dim=1):
-            self.model.model(part, **self._cache(first))
+        tokens = self.tokens[:, : self.context]
+        steps.prefill(self.model, tokens, first, lambda done: None)
         caches = {}
         for name in names:
             caches[name] = CACHES[name](self.model.config, self.context + SPARE)
@@ -118,35 +116,21 @@ class Bench:
                 caches[name].update(layer.keys, layer.values, index, places)
         return caches
 
-    def _cache(self, cache: Any) -> dict[str, Any]:
-        new = "cache" in inspect.signature(self.model.forward).parameters
-        return {"cache" if new else "past_key_values": cache, "use_cache": True}
-
-    @contextlib.contextmanager
-    def attention(self, name: str) -> Iterator[None]:
-        """The model with this attention."""
-        config = self.configs[name]
-        with contextlib.nullcontext() if config is None else hf.use(self.model, config):
-            yield
-
-    @torch.no_grad()
     def step(self, variant: Variant, offset: int = 0) -> tuple[torch.Tensor, float]:
         """Logits of one token after ``context + offset``, and the milliseconds that it took."""
-        position = torch.tensor([self.context + offset])
         token = self.tokens[:, self.context : self.context + 1].contiguous()
-        where = {"position_ids": position[None]}
-        if "cache_position" in inspect.signature(self.model.forward).parameters:
-            where["cache_position"] = position
-        arguments = self._cache(self.caches[variant.cache]) | where
+        run, cache = self.steps[variant], self.caches[variant.cache]
         start = time.perf_counter()
-        out = self.steps[variant](token, **arguments)
-        return out.logits[:, -1], 1e3 * (time.perf_counter() - start)
+        logits = steps.forward(self.model, run, token, self.context + offset, cache)
+        return logits, 1e3 * (time.perf_counter() - start)
 
-    def undo(self, variant: Variant, steps: int = 1) -> None:
-        """Take the last rows back. StaticCache of transformers 4 goes by the position given."""
-        cache = self.caches[variant.cache]
-        if all(hasattr(layer, "crop") for layer in cache.layers):
-            cache.crop(-steps)
+    def attention(self, name: str) -> Any:
+        """The model with this attention, as a context."""
+        return steps.attention(self.model, self.configs[name])
+
+    def undo(self, variant: Variant, count: int = 1) -> None:
+        """Take the last rows back."""
+        steps.undo(self.caches[variant.cache], count)
 
     def warm_up(self) -> None:
         """Compile, at two lengths so that growing shapes are known to grow; check the logits."""
@@ -176,16 +160,6 @@ class Bench:
                 if repeat:
                     times[variant].append(taken)
         return times
-
-
-def lower_quartile(times: list[float]) -> float:
-    """What the machine does when nobody disturbs it much."""
-    return sorted(times)[len(times) // 4]
-
-
-def median(times: list[float]) -> float:
-    """What it does typically."""
-    return sorted(times)[len(times) // 2]
 
 
 @torch.no_grad()
@@ -225,7 +199,7 @@ def report_steps(times: dict[Variant, list[float]]) -> None:
         eager = quartiles.get(variant._replace(mode="eager"))
         ratio = f"{eager / ms:9.2f}x" if eager and variant.mode != "eager" else ""
         print(
-            f"{variant!s:32s}{ms:8.2f}{median(times[variant]):8.2f}"
+            f"{variant!s:32s}{ms:8.2f}{statistics.median(times[variant]):8.2f}"
             f"{quartiles[first] / ms:9.2f}x{ratio}"
         )
 
@@ -253,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--wait", type=float, default=30.0, help="seconds, for a quiet machine")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 8192, 65536])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
@@ -262,15 +237,18 @@ def main() -> None:
     """Run the benchmark and print its tables."""
     args = parse()
     torch.set_num_threads(args.threads)
+    facts = {**machine.facts(), "transformers": transformers.__version__}
     print(
         f"SmolLM2-135M {args.dtype} context={args.context} S={args.samples} "
-        f"threads={args.threads} torch={torch.__version__} transformers="
-        f"{transformers.__version__} level={santa_torch.build_info().cpu_level}"
+        f"threads={args.threads} torch={facts['torch']} transformers="
+        f"{facts['transformers']} level={facts['cpu_level']}"
     )
     bench = Bench(args)
     bench.warm_up()
-    times = bench.measure(args.repeats)
-    print(f"load={os.getloadavg()[0]:.1f}")
+    with machine.Watch().over(args.wait) as disturbance:
+        times = bench.measure(args.repeats)
+    if not disturbance.quiet:
+        print(f"not quiet: others used {disturbance.cores:.2f} cores meanwhile")
     report_steps(times)
     costs = appends(args.lengths, DTYPES[args.dtype], args.repeats) if args.lengths else {}
     if costs:
@@ -278,9 +256,8 @@ def main() -> None:
     if args.json:
         report = {
             "settings": {key: value for key, value in vars(args).items() if key != "json"},
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "machine": facts,
+            "cores_of_others": disturbance.cores,
             "milliseconds": {
                 " ".join(variant): {"lower_quartile": lower_quartile(taken), "all": taken}
                 for variant, taken in times.items()

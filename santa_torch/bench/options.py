@@ -90,10 +90,9 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("argument --context: is for --model; rows of operators are --rows")
     rounds, calls = ROUNDS[pace]
     threads = tuple(given.threads or (usable_cores(),))
-    suite = "by hand" if by_hand or given.samples or given.threads else pace
     chosen = given.peers or [key for key in PEERS if not (given.quick and key in COMPILED)]
     return Options(
-        suite=pace if given.model else suite,
+        suite="by hand" if by_hand else pace,
         cases=tuple(_cases(given, pace, threads)),
         model=given.model,
         context=given.context,

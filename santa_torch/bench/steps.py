@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache as cached
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def forward(model: Any, run: Any, token: torch.Tensor, position: int, cache: Any
     """
     where = torch.tensor([position])
     arguments = {**cache_argument(model, cache), "position_ids": where[None]}
-    if "cache_position" in inspect.signature(model.forward).parameters:
+    if "cache_position" in _parameters(type(model).forward):
         arguments["cache_position"] = where
     logits: torch.Tensor = run(token, **arguments).logits
     return logits[:, -1]
@@ -53,8 +54,14 @@ def prefill(model: Any, tokens: torch.Tensor, cache: Any, progress: Any) -> None
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """The keyword argument for a cache; transformers 5 renamed it."""
-    new = "cache" in inspect.signature(model.forward).parameters
+    new = "cache" in _parameters(type(model).forward)
     return {"cache" if new else "past_key_values": cache, "use_cache": True}
+
+
+@cached
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's arguments; looked up once, since steps are timed."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def undo(cache: Any, steps: int = 1) -> None:

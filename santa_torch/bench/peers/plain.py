@@ -41,7 +41,7 @@ def compiled(peer: Peer, case: Case, inputs: Inputs) -> Built:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ((q * scale) @ k.transpose(-1, -2)).softmax(-1) @ v
 
-    function = _compile(attend)
+    function = _compile(attend, case.threads)
     return _built(peer, inputs, lambda i: function(q, keys[i], values[i]))
 
 
@@ -83,14 +83,16 @@ def flex(peer: Peer, case: Case, inputs: Inputs) -> Built:
     except ImportError as error:
         raise AbsentError(f"this torch has no FlexAttention ({error})") from None
     q, keys, values = inputs.q[:, :, None], inputs.keys, inputs.values
-    function = _compile(flex_attention)
+    function = _compile(flex_attention, case.threads)
     return _built(peer, inputs, lambda i: function(q, keys[i], values[i], enable_gqa=True))
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph for the shapes of this case alone: its best form."""
+def _compile(function: Callable[..., Any], threads: int) -> Callable[..., Any]:
+    """A graph for the shapes of this case alone, and for its number of threads."""
     torch.compiler.reset()
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    # The threads are compiled in; as an option they are part of what cached code is looked up by.
+    options: dict[str, Any] = {"cpp.threads": threads}
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
 def _grouped_q(case: Case, inputs: Inputs) -> torch.Tensor:
