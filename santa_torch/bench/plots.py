@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from santa_torch.bench.own import DENSE, FLOOR
-from santa_torch.bench.results import CaseResult
+from santa_torch.bench.own import DENSE, FLOOR, label
+from santa_torch.bench.results import CaseResult, Row
 
 _OURS = ("#e45756", "#f58518", "#72b7b2", "#54a24b", "#b279a2")
 _PEERS = ("#4c78a8", "#8a8f98", "#9ecae9", "#bab0ac", "#79706e", "#a0cbe8", "#6b6ecf", "#9c9ede")
@@ -34,7 +34,8 @@ def draw(results: Sequence[CaseResult], path: Path) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2 * len(panels), 4.8), layout="constrained")  # no pyplot
+    height = max(4.8, 0.4 * len(panels[-1].data))  # the last panel has a pair of bars for each case
+    figure = Figure(figsize=(6.2 * len(panels), height), layout="constrained")  # no pyplot
     FigureCanvasAgg(figure)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel.draw(axes)
@@ -57,7 +58,9 @@ class _TimeByRows:
         self.data = sorted(longest, key=lambda r: r.case.rows) if len(longest) > 1 else []
 
     def draw(self, axes: Any) -> None:
-        names = list(dict.fromkeys(row.name for result in self.data for row in result.rows))
+        names = dict.fromkeys(
+            row.name for result in self.data for row in result.rows if _usual(result, row)
+        )
         ours, peers = iter(_OURS * 9), iter(_PEERS * 9)
         for name in names:
             points = [
@@ -82,14 +85,14 @@ class _TimeByRows:
             fontsize=10,
         )
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, frameon=False)
+        _legend(axes)
 
 
 class _SpeedBySamples:
     """Times as fast as dense against S, at the case with the most S."""
 
     def __init__(self, results: Sequence[CaseResult]) -> None:
-        best = max(results, key=lambda r: len(r.case.samples), default=None)
+        best = max(results, key=lambda r: (len(r.case.samples), r.case.rows), default=None)
         self.data: dict[str, list[tuple[int, float]]] = {}
         self.title = str(best.case) if best else ""
         for row in best.measured("santa") if best and len(best.case.samples) > 1 else ():
@@ -102,9 +105,12 @@ class _SpeedBySamples:
             axes.plot(*zip(*sorted(points), strict=True), marker="o", color=colour, label=method)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set(xscale="log", xlabel="samples S", ylabel="times as fast as our dense")
+        counts = sorted({samples for points in self.data.values() for samples, _ in points})
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
         axes.set_title(self.title, fontsize=9)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, frameon=False)
+        _legend(axes)
 
 
 class _ShareByCase:
@@ -115,27 +121,39 @@ class _ShareByCase:
         for result in results:
             peer = result.strongest("torch", "library")
             shares = {
-                label: 100 * share.value
-                for label, name in ((DENSE, DENSE), ("strongest peer", peer.name if peer else ""))
+                title: 100 * share.value
+                for title, name in ((DENSE, DENSE), ("strongest peer", peer.name if peer else ""))
                 if (share := result.ratio(FLOOR, name)) is not None
             }
             if shares:
                 self.data.append((_name(result), shares))
 
     def draw(self, axes: Any) -> None:
-        for offset, (label, colour) in enumerate(
+        for offset, (title, colour) in enumerate(
             ((DENSE, _OURS[0]), ("strongest peer", _PEERS[0]))
         ):
             places = [i + 0.4 * offset for i in range(len(self.data))]
-            values = [shares.get(label, 0.0) for _, shares in self.data]
-            drawn = axes.barh(places, values, 0.38, color=colour, label=label)
+            values = [shares.get(title, 0.0) for _, shares in self.data]
+            drawn = axes.barh(places, values, 0.38, color=colour, label=title)
             axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
         axes.set_yticks([i + 0.2 for i in range(len(self.data))], [n for n, _ in self.data])
         axes.tick_params(axis="y", labelsize=7)
         axes.invert_yaxis()
         axes.axvline(100, color="black", linestyle="--", linewidth=0.8)
         axes.set_title("share of the read bandwidth [%]", fontsize=10)
-        axes.legend(fontsize=8, frameon=False)
+        _legend(axes)
+
+
+def _usual(result: CaseResult, row: Row) -> bool:
+    """Whether a row belongs among few lines: one S, the level in use, the public function."""
+    samples = 128 if 128 in result.case.samples else result.case.samples[0]
+    if row.family != "santa":
+        return True
+    return row.samples in (None, samples) and row.name == label(row.method, row.samples)
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(fontsize=7, frameon=False, loc="upper center", ncols=3, bbox_to_anchor=(0.5, -0.12))
 
 
 def _name(result: CaseResult) -> str:
