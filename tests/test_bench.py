@@ -439,7 +439,7 @@ def test_model_steps(
     lengths = {key: cache.get_seq_length() for key, cache in tiny_model[0]._caches.items()}
     assert lengths == {key: 64 if key.startswith("short") else 100 for key in keys}
     out = capsys.readouterr().out
-    assert "a tiny one, bfloat16, 100 rows, S = 8, 1 threads" in out
+    assert "a tiny one, bfloat16, 100 rows, S = 8, 1 thread" in out
     assert "a note" in out
     assert (tmp_path / "results.csv").read_text().count(",model,") == 6
 
@@ -450,8 +450,6 @@ def test_a_planted_wrong_attention_of_a_model_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from spies import operator_calls  # noqa: F401  the operator may be replaced for a while
-
     honest = torch.ops.santa.decode
 
     def wrong(q: Any, k: Any, v: Any, **more: Any) -> Any:

@@ -172,7 +172,9 @@ class FakeProc:
         half = int(self.ticks / 2)
         total = f"cpu  {int(self.ticks) - half} 0 0 99999 7 0 0 {half} 0 0\ncpu0 1 1 1 1\n"
         (self.folder / "stat").write_text(total)
-        own = f"7 (a b) c) R 1 1 1 0 -1 0 0 0 0 0 {int(self.own_ticks)} 0 5 5 20 0 1 0 1"
+        user = int(self.own_ticks / 2)
+        system = int(self.own_ticks) - user
+        own = f"7 (a b) c) R 1 1 1 0 -1 0 0 0 0 0 {user} {system} 5 5 20 0 1 0 1"
         (self.folder / "self/stat").write_text(own)
 
 
@@ -382,6 +384,10 @@ def test_shares_of_other_shapes_are_compared_with_the_standard_one() -> None:
     (verdict,) = [v for v in targets.judge([standard, other]) if "at other shapes" in v.text]
     assert verdict.measured == pytest.approx(0.8)
     assert verdict.case == str(other.case)
+    long = _result(Case(rows=131072), {own.FLOOR: 1.0, own.DENSE: 10.0})
+    other.case = Case(rows=131072, dtype="float32")
+    (verdict,) = [v for v in targets.judge([standard, long, other]) if "at other shapes" in v.text]
+    assert verdict.measured == pytest.approx(7.2)  # as many rows first
     assert not [v for v in targets.judge([other]) if "at other shapes" in v.text]
 
 

@@ -132,7 +132,8 @@ def run_model(result: ModelResult, options: Options, watch: machine.Watch) -> No
 def _describe(result: ModelResult, loaded: Loaded, context: int, options: Options) -> None:
     threads = options.threads[0]
     result.name = (
-        f"{loaded.name}, bfloat16, {context} rows, S = {options.samples}, {threads} threads"
+        f"{loaded.name}, bfloat16, {context} rows, S = {options.samples}, "
+        f"{threads} {'thread' if threads == 1 else 'threads'}"
     )
     result.notes = [*loaded.notes, f"transformers {transformers.__version__}"]
     result.judged = loaded.judged and context == CONTEXTS["smollm2"][0]
@@ -229,7 +230,8 @@ def _smollm2(context: int, options: Options) -> Loaded:
     try:
         loaded = subject.load(demo_options.parse(given))
     except demo_options.DemoError as error:
-        raise BenchError(f"argument --model: {error}") from None
+        prefix = "" if str(error).startswith("argument") else "argument --model: "
+        raise BenchError(f"{prefix}{error}") from None
     cast(loaded.model, torch.bfloat16)
 
     def fill(cache: Any, rows: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import textwrap
@@ -76,6 +77,7 @@ class _Session:
             run_case(self.results[-1], settings, self.watch)
             print(report.case_table(self.results[-1]), end="\n\n", flush=True)
             self.write()
+            gc.collect()  # sets and sessions of this case before the next one is planned
 
     def _measure_model(self) -> None:
         try:

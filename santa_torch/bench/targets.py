@@ -115,16 +115,19 @@ def microseconds(name: str) -> Figure:
 
 
 def share_kept(name: str) -> Figure:
-    """Share of the bandwidth at this shape over the share at 32/8 heads, D = 128, bfloat16."""
+    """Share of the bandwidth at this shape over the share at 32/8 heads, D = 128, bfloat16.
+
+    With as many rows where the run has that, else with 32k.
+    """
 
     def figure(result: CaseResult, results: Sequence[CaseResult]) -> float | None:
         own = result.ratio(FLOOR, name)
-        for other in results:
-            case = other.case
-            if case.standard and (case.batch, case.rows) == (1, 32768):
-                standard = other.ratio(FLOOR, name)
-                if case.threads == result.case.threads and own and standard:
-                    return own.value / standard.value
+        for rows in (result.case.rows, 32768):
+            for other in results:
+                if _at(1, rows)(other.case) and other.case.threads == result.case.threads:
+                    standard = other.ratio(FLOOR, name)
+                    if own and standard:
+                        return own.value / standard.value
         return None
 
     return figure

@@ -58,7 +58,7 @@ def fitting(
 ) -> tuple[list[str], dict[str, str]]:
     """Leave out the peers that need the most memory until ``fits``; reasons by label."""
     kept, reasons = list(keys), {}
-    for key in ("sdpa-repeated", "sdpa-gqa", "onnxruntime", "openvino"):
+    for key in ("sdpa-repeated", "sdpa-gqa", "onnxruntime", "openvino", "llama.cpp"):
         if fits(kept):
             break
         if key in kept:
