@@ -42,6 +42,16 @@ struct RowAddress {
     const int64_t page = page_table[b * page_table_stride + j / page_rows];
     return page * page_stride + h * head_stride + (j % page_rows) * row_stride;
   }
+
+  // Offsets of rows [begin, begin + n).
+  void offsets(int64_t b, int64_t h, int64_t begin, int64_t n, int64_t* to) const {
+    if (page_table == nullptr) {
+      const int64_t first = offset(b, h, begin);
+      for (int64_t i = 0; i < n; ++i) to[i] = first + i * row_stride;
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = offset(b, h, begin + i);
+    }
+  }
 };
 
 // Which rows a head attends. A mask selects rows; an additive mask moves the scores of those it selects.

@@ -47,7 +47,7 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
   CpuPlan plan{};
   plan.rows = rows;
   plan.chunks = chunk_count(rows);
-  plan.query_stride = pad(shape.head_dim);
+  plan.query_stride = pad(shape.head_dim, kPairFloats);
   plan.value_stride = pad(shape.value_dim);
 
   const int64_t padded_rows = plan.chunks * kChunkRows;

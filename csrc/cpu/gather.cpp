@@ -6,6 +6,12 @@
 #include "convert.h"
 
 namespace santa::cpu {
+namespace {
+
+constexpr int64_t kRowsAhead = 16;  // drawn rows that are asked for before they are used
+
+}  // namespace
+
 Gatherer::Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const KernelTable& kernels)
     : v_(v),
       value_dim_(value_dim),
@@ -15,10 +21,21 @@ Gatherer::Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const Ke
       row_(value_dim),
       mean_(value_dim) {}
 
-const double* Gatherer::gather(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n,
-                               const float* coefficients, int64_t coefficient_stride, int64_t heads) {
+void Gatherer::gather(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n, const float* coefficients,
+                      int64_t coefficient_stride, int64_t heads) {
   offsets_.resize(n);
   for (int64_t i = 0; i < n; ++i) offsets_[i] = v_.offset(b, kv_head, rows[i]);
+  const auto ahead = [&](int64_t from, int64_t to) {
+    return RowsAhead{.data = v_.data,
+                     .offsets = offsets_.data() + std::min(from, n),
+                     .rows = std::min(to, n) - std::min(from, n),
+                     .row_bytes = value_dim_ * element_size(dtype_)};
+  };
+  for (int64_t i = 0; i < std::min(n, kRowsAhead); ++i) {
+    const int64_t size = element_size(dtype_);
+    const char* row = static_cast<const char*>(v_.data) + offsets_[i] * size;
+    for (int64_t byte = 0; byte < value_dim_ * size; byte += 64) __builtin_prefetch(row + byte);
+  }
   sums_.resize(heads * value_stride_);
   out_.assign(heads * value_stride_, 0.0);
   for (int64_t begin = 0; begin < n;) {
@@ -29,19 +46,18 @@ const double* Gatherer::gather(int64_t b, int64_t kv_head, const int64_t* rows, 
     const AccumulateTile tile = {.values = v_.data,
                                  .offsets = offsets_.data() + begin,
                                  .rows = end - begin,
-                                 .listed = n - begin,
                                  .value_dim = value_dim_,
                                  .weights = coefficients + begin,
                                  .weights_stride = coefficient_stride,
                                  .heads = heads,
                                  .sums = sums_.data(),
-                                 .sums_stride = value_stride_};
+                                 .sums_stride = value_stride_,
+                                 .ahead = ahead(begin + kRowsAhead, end + kRowsAhead)};
     accumulate_used(kernels_, dtype_, tile,
                     [&](int64_t h, int64_t i) { return tile.weights[h * coefficient_stride + i] != 0.0f; });
-    for (size_t d = 0; d < out_.size(); ++d) out_[d] += static_cast<double>(sums_[d]);
+    kernels_.fold(sums_.data(), heads * value_stride_, 1.0, out_.data());
     begin = end;
   }
-  return out_.data();
 }
 
 void Gatherer::load_row(int64_t b, int64_t kv_head, int64_t row, double factor) {

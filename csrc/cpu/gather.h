@@ -13,17 +13,18 @@ class Gatherer {
  public:
   Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const KernelTable& kernels);
 
-  // Of one group: rows [n] ascending, coefficients [heads, coefficient_stride]. Returns [heads, value_stride()].
+  // Of one group: rows [n] ascending, coefficients [heads, coefficient_stride]. The result is read with sums().
   // A row with a coefficient of 0 is not used for that head, even where it holds NaN.
-  const double* gather(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n, const float* coefficients,
-                       int64_t coefficient_stride, int64_t heads);
+  void gather(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n, const float* coefficients,
+              int64_t coefficient_stride, int64_t heads);
 
   // Estimate of |out - exact|^2 of one head from the rows that it read: sum_i a_i |y_i - mean|^2 with
   // y_i = coefficients[i] v[rows[i]], a_i = slack[i] and the a-weighted mean of the y_i.
   double squared_error(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n, const float* coefficients,
                        const double* slack);
 
-  int64_t value_stride() const { return value_stride_; }
+  // [Dv] of a head of the last gather.
+  const double* sums(int64_t head) const { return out_.data() + head * value_stride_; }
 
  private:
   void load_row(int64_t b, int64_t kv_head, int64_t row, double factor);
@@ -34,8 +35,8 @@ class Gatherer {
   Dtype dtype_;
   const KernelTable& kernels_;
   std::vector<int64_t> offsets_;
-  std::vector<float> sums_;
-  std::vector<double> out_;
+  std::vector<float> sums_;  // [heads, value_stride]: of one chunk
+  std::vector<double> out_;  // [heads, value_stride]
   std::vector<double> row_;
   std::vector<double> mean_;
 };
@@ -47,9 +48,8 @@ void accumulate_used(const KernelTable& kernels, Dtype dtype, const AccumulateTi
   kernels.accumulate[static_cast<int>(dtype)](tile);
   for (int64_t h = 0; h < tile.heads; ++h) {
     float* sums = tile.sums + h * tile.sums_stride;
-    bool nan = false;
-    for (int64_t d = 0; d < tile.value_dim; ++d) nan |= sums[d] != sums[d];
-    if (!nan) continue;
+    const float largest = kernels.maximum(sums, pad(tile.value_dim));
+    if (largest == largest) continue;
     std::vector<int64_t> offsets;
     std::vector<float> weights;
     for (int64_t i = 0; i < tile.rows; ++i) {
@@ -61,7 +61,8 @@ void accumulate_used(const KernelTable& kernels, Dtype dtype, const AccumulateTi
     for (int64_t d = 0; d < pad(tile.value_dim); ++d) sums[d] = 0.0f;
     AccumulateTile again = tile;
     again.offsets = offsets.data();
-    again.rows = again.listed = static_cast<int64_t>(offsets.size());
+    again.rows = static_cast<int64_t>(offsets.size());
+    again.ahead = {};
     again.weights = weights.data();
     again.heads = 1;
     again.sums = sums;

@@ -9,13 +9,10 @@ using F = Isa::F;
 using I = Isa::I;
 
 constexpr int kTileRows = 4;               // rows scored at once: reduce4 turns their sums into one vector
-constexpr int64_t kPrefetchBytes = 4096;   // how far ahead of the reads rows are asked for (measured)
-constexpr int64_t kReadAheadBytes = 8192;  // the same where nothing but reading is done
+constexpr int64_t kReadAheadBytes = 8192;  // how far ahead of its reads read_through asks (measured)
 constexpr int64_t kLineBytes = 64;
 
-inline void prefetch(const char* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(row + at);
-}
+inline void prefetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 // exp for arguments in [-87, 0]; below, 0. exp(x) = 2^n exp(r) with |r| <= ln(2)/2, where the Taylor polynomial
 // of degree 7 is off by 5e-9 relative, a fraction of fp32's rounding.
@@ -37,60 +34,130 @@ inline F exponential(F x) {
   return Isa::zero_below(x, lowest, Isa::scale_by_power(p, n));
 }
 
+// ---- conversion --------------------------------------------------------------------------------------------
+
+template <class T>
+void widen(const void* from, int64_t n, float* to) {
+  const T* at = static_cast<const T*>(from);
+  int64_t i = 0;
+  for (; i + Isa::kLanes <= n; i += Isa::kLanes) Isa::store(to + i, Isa::load(at + i));
+  if (i == n) return;
+  float rest[Isa::kLanes];
+  Isa::store(rest, Isa::load_partial(at + i, n - i));
+  __builtin_memcpy(to + i, rest, static_cast<size_t>(n - i) * sizeof(float));
+}
+
+template <class T>
+void narrow(const double* from, int64_t n, double factor, void* to) {
+  T* at = static_cast<T*>(to);
+  int64_t i = 0;
+  for (; i + Isa::kLanes <= n; i += Isa::kLanes) Isa::store_as(at + i, Isa::from_doubles(from + i, factor));
+  if (i == n) return;
+  double rest[Isa::kLanes] = {};
+  T narrowed[Isa::kLanes];
+  __builtin_memcpy(rest, from + i, static_cast<size_t>(n - i) * sizeof(double));
+  Isa::store_as(narrowed, Isa::from_doubles(rest, factor));
+  __builtin_memcpy(at + i, narrowed, static_cast<size_t>(n - i) * sizeof(T));
+}
+
+// The product is rounded before it is added: the three levels agree to the bit.
+void fold(const float* from, int64_t n, double factor, double* to) {
+  for (int64_t i = 0; i < n; i += Isa::kLanes) Isa::add_scaled(to + i, Isa::load(from + i), factor);
+}
+
+// ---- prefetch ---------------------------------------------------------------------------------------------
+
+// RowsAhead as a kernel walks it. Where nothing is ahead, the kernel's own row stands in: asking for a line that
+// is in use costs a load slot, a branch for every line costs more.
+template <class T>
+struct Ahead {
+  const RowsAhead& rows;
+
+  const char* of(int64_t i, const T* own) const {
+    return reinterpret_cast<const char*>(i < rows.rows ? static_cast<const T*>(rows.data) + rows.offsets[i] : own);
+  }
+
+  // Asks for what the row loop, which covers `covered` bytes of rows [0, done), has not.
+  void finish(int64_t begin, int64_t end, int64_t covered) const {
+    for (int64_t i = begin; i < end && i < rows.rows; ++i) {
+      for (int64_t at = covered; at < rows.row_bytes; at += kLineBytes) prefetch(of(i, nullptr) + at);
+    }
+  }
+};
+
 // ---- score -----------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr int64_t kPairBytes = 2 * Isa::kLanes * static_cast<int64_t>(sizeof(T));
+
+template <class T>
+inline void prefetch_pair(const char* at) {
+  for (int64_t line = 0; line < kPairBytes<T>; line += kLineBytes) prefetch(at + line);
+}
+
+template <int kHeadsHere>
+inline void add_products(const float* q, int64_t q_stride, const F (*k)[2], F (*sum)[kTileRows]) {
+  for (int half = 0; half < 2; ++half) {
+    for (int h = 0; h < kHeadsHere; ++h) {
+      const F qd = Isa::load(q + h * q_stride + half * Isa::kLanes);
+      for (int r = 0; r < kTileRows; ++r) sum[h][r] = Isa::fma(qd, k[r][half], sum[h][r]);
+    }
+  }
+}
 
 // Four rows by kHeadsHere heads. Each (row, head) has one accumulator, filled in the order of d and reduced by one
 // fixed tree: its bits do not depend on where the row lies in a tile or the head in a group.
-template <class T, int kHeadsHere>
-inline void score_rows(const ScoreTile& tile, const T* const* row, int64_t head, float* to) {
+template <class T, int kHeadsHere, bool kAsk>
+inline void score_rows(const ScoreTile& tile, const T* const* row, const char* const* ahead, int64_t head,
+                       float* to) {
   const float* q = tile.q + head * tile.q_stride;
   F sum[kHeadsHere][kTileRows];
   for (int h = 0; h < kHeadsHere; ++h) {
     for (int r = 0; r < kTileRows; ++r) sum[h][r] = Isa::set1(0.0f);
   }
-  int64_t d = 0;
-  for (; d + Isa::kLanes <= tile.head_dim; d += Isa::kLanes) {
-    F k[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) k[r] = Isa::load(row[r] + d);
-    for (int h = 0; h < kHeadsHere; ++h) {
-      const F qd = Isa::load(q + h * tile.q_stride + d);
-      for (int r = 0; r < kTileRows; ++r) sum[h][r] = Isa::fma(qd, k[r], sum[h][r]);
+  const int64_t whole = tile.head_dim / (2 * Isa::kLanes) * (2 * Isa::kLanes);
+  for (int64_t d = 0; d < whole; d += 2 * Isa::kLanes) {
+    F k[kTileRows][2];
+    for (int r = 0; r < kTileRows; ++r) {
+      Isa::load_pair(row[r] + d, k[r]);
+      if constexpr (kAsk) prefetch_pair<T>(ahead[r] + d * static_cast<int64_t>(sizeof(T)));
     }
+    add_products<kHeadsHere>(q + d, tile.q_stride, k, sum);
   }
-  if (d < tile.head_dim) {
-    const int64_t left = tile.head_dim - d;
-    for (int h = 0; h < kHeadsHere; ++h) {
-      const F qd = Isa::load(q + h * tile.q_stride + d);
-      for (int r = 0; r < kTileRows; ++r) {
-        sum[h][r] = Isa::fma(qd, Isa::load_partial(row[r] + d, left), sum[h][r]);
-      }
-    }
+  if (whole < tile.head_dim) {
+    F k[kTileRows][2];
+    for (int r = 0; r < kTileRows; ++r) Isa::load_pair_partial(row[r] + whole, tile.head_dim - whole, k[r]);
+    add_products<kHeadsHere>(q + whole, tile.q_stride, k, sum);
   }
-  for (int h = 0; h < kHeadsHere; ++h) {
-    Isa::reduce4(sum[h], tile.scale, to + (head + h) * tile.scores_stride);
-  }
+  Isa::template reduce<kHeadsHere>(sum, tile.scale, to + head * tile.scores_stride, tile.scores_stride);
 }
 
 template <class T, int kRemainder>
 void score_tile(const ScoreTile& tile) {
   const T* keys = static_cast<const T*>(tile.keys);
-  const int64_t row_bytes = tile.head_dim * static_cast<int64_t>(sizeof(T));
-  const int64_t ahead = (kPrefetchBytes + row_bytes - 1) / row_bytes;
+  const Ahead<T> ahead = {tile.ahead};
+  const int64_t covered = tile.head_dim / (2 * Isa::kLanes) * kPairBytes<T>;
   const int64_t full_heads = tile.heads - kRemainder;
   for (int64_t i = 0; i < tile.rows; i += kTileRows) {
     const T* row[kTileRows];
+    const char* next[kTileRows];
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t at = i + r;
-      row[r] = keys + tile.offsets[at < tile.rows ? at : tile.rows - 1];
-      if (at + ahead < tile.listed) {
-        prefetch(reinterpret_cast<const char*>(keys + tile.offsets[at + ahead]), row_bytes);
+      row[r] = keys + tile.offsets[i + r < tile.rows ? i + r : tile.rows - 1];
+      next[r] = ahead.of(i + r, row[r]);
+    }
+    ahead.finish(i, i + kTileRows, covered);
+    int64_t head = 0;
+    if (full_heads != 0) {
+      score_rows<T, Isa::kHeads, true>(tile, row, next, 0, tile.scores + i);
+      for (head = Isa::kHeads; head < full_heads; head += Isa::kHeads) {
+        score_rows<T, Isa::kHeads, false>(tile, row, next, head, tile.scores + i);
       }
+      if constexpr (kRemainder != 0) score_rows<T, kRemainder, false>(tile, row, next, head, tile.scores + i);
+    } else if constexpr (kRemainder != 0) {
+      score_rows<T, kRemainder, true>(tile, row, next, 0, tile.scores + i);
     }
-    for (int64_t head = 0; head < full_heads; head += Isa::kHeads) {
-      score_rows<T, Isa::kHeads>(tile, row, head, tile.scores + i);
-    }
-    if constexpr (kRemainder != 0) score_rows<T, kRemainder>(tile, row, full_heads, tile.scores + i);
   }
+  ahead.finish((tile.rows + kTileRows - 1) / kTileRows * kTileRows, tile.ahead.rows, 0);
 }
 
 template <class T>
@@ -109,11 +176,12 @@ void score(const ScoreTile& tile) {
 constexpr int64_t kPassRows = 32;  // rows visited by every block of heads before the next rows are read
 
 // One block of heads by a few vectors of features. kWhole: the vectors lie wholly within the row.
-template <class T, int kHeadsHere, int kColumnsHere, bool kWhole = true>
+template <class T, int kHeadsHere, int kColumnsHere, bool kAsk, bool kWhole = true>
 inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end, int64_t head,
                              int64_t column) {
   float* sums = tile.sums + head * tile.sums_stride + column;
   const float* weights = tile.weights + head * tile.weights_stride;
+  const Ahead<T> ahead = {tile.ahead};
   F sum[kHeadsHere][kColumnsHere];
   for (int h = 0; h < kHeadsHere; ++h) {
     for (int c = 0; c < kColumnsHere; ++c) {
@@ -123,8 +191,14 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_
   for (int64_t i = begin; i < end; ++i) {
     const T* row = values + tile.offsets[i] + column;
     F v[kColumnsHere];
-    for (int c = 0; c < kColumnsHere; ++c) {
-      v[c] = kWhole ? Isa::load(row + c * Isa::kLanes) : Isa::load_partial(row, tile.value_dim - column);
+    if constexpr (kColumnsHere % 2 == 0) {
+      for (int c = 0; c < kColumnsHere; c += 2) Isa::load_pair(row + c * Isa::kLanes, v + c);
+    } else {
+      v[0] = kWhole ? Isa::load(row) : Isa::load_partial(row, tile.value_dim - column);
+    }
+    if constexpr (kAsk) {
+      const char* next = ahead.of(i, row - column) + column * static_cast<int64_t>(sizeof(T));
+      for (int c = 0; c < kColumnsHere; c += 2) prefetch_pair<T>(next + c / 2 * kPairBytes<T>);
     }
     for (int h = 0; h < kHeadsHere; ++h) {
       const F weight = Isa::set1(weights[h * tile.weights_stride + i]);
@@ -138,38 +212,44 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_
   }
 }
 
-template <class T, int kHeadsHere>
+template <class T, int kHeadsHere, bool kAsk>
 inline void accumulate_columns(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end,
                                int64_t head) {
   constexpr int64_t kWide = Isa::kColumns * Isa::kLanes;
   int64_t column = 0;
   for (; column + kWide <= tile.value_dim; column += kWide) {
-    accumulate_block<T, kHeadsHere, Isa::kColumns>(tile, values, begin, end, head, column);
+    accumulate_block<T, kHeadsHere, Isa::kColumns, kAsk>(tile, values, begin, end, head, column);
   }
   for (; column + Isa::kLanes <= tile.value_dim; column += Isa::kLanes) {
-    accumulate_block<T, kHeadsHere, 1>(tile, values, begin, end, head, column);
+    accumulate_block<T, kHeadsHere, 1, kAsk>(tile, values, begin, end, head, column);
   }
   if (column < tile.value_dim) {
-    accumulate_block<T, kHeadsHere, 1, false>(tile, values, begin, end, head, column);
+    accumulate_block<T, kHeadsHere, 1, kAsk, false>(tile, values, begin, end, head, column);
   }
 }
 
 template <class T>
 void accumulate(const AccumulateTile& tile) {
   const T* values = static_cast<const T*>(tile.values);
-  const int64_t row_bytes = tile.value_dim * static_cast<int64_t>(sizeof(T));
-  const int64_t ahead = (kPrefetchBytes + row_bytes - 1) / row_bytes;
+  const Ahead<T> ahead = {tile.ahead};
+  const int64_t covered = tile.value_dim * static_cast<int64_t>(sizeof(T));
   for (int64_t begin = 0; begin < tile.rows; begin += kPassRows) {
     const int64_t end = begin + kPassRows < tile.rows ? begin + kPassRows : tile.rows;
-    for (int64_t i = begin + ahead; i < end + ahead && i < tile.listed; ++i) {
-      prefetch(reinterpret_cast<const char*>(values + tile.offsets[i]), row_bytes);
-    }
     int64_t head = 0;
-    for (; head + Isa::kHeads <= tile.heads; head += Isa::kHeads) {
-      accumulate_columns<T, Isa::kHeads>(tile, values, begin, end, head);
+    if (tile.heads >= Isa::kHeads) {
+      accumulate_columns<T, Isa::kHeads, true>(tile, values, begin, end, 0);
+      head = Isa::kHeads;
+    } else {
+      accumulate_columns<T, 1, true>(tile, values, begin, end, 0);
+      head = 1;
     }
-    for (; head < tile.heads; ++head) accumulate_columns<T, 1>(tile, values, begin, end, head);
+    for (; head + Isa::kHeads <= tile.heads; head += Isa::kHeads) {
+      accumulate_columns<T, Isa::kHeads, false>(tile, values, begin, end, head);
+    }
+    for (; head < tile.heads; ++head) accumulate_columns<T, 1, false>(tile, values, begin, end, head);
+    ahead.finish(begin, end, covered);
   }
+  ahead.finish(tile.rows, tile.ahead.rows, 0);
 }
 
 // ---- soft cap ----------------------------------------------------------------------------------------------
@@ -279,7 +359,7 @@ uint64_t read_through(const char* lines, int64_t bytes) {
   I bits[kVectors];
   for (int v = 0; v < kVectors; ++v) bits[v] = Isa::zero_int();
   for (int64_t at = 0; at < bytes; at += kLineBytes) {
-    __builtin_prefetch(lines + at + kReadAheadBytes, 0, 2);
+    prefetch(lines + at + kReadAheadBytes);
     for (int v = 0; v < kVectors; ++v) {
       const char* from = lines + at + v * static_cast<int64_t>(sizeof(I));
       bits[v] = Isa::bit_xor(bits[v], Isa::load_int(reinterpret_cast<const uint32_t*>(from)));
@@ -295,6 +375,9 @@ uint64_t read_through(const char* lines, int64_t bytes) {
 }
 
 constexpr KernelTable kTable = {
+    .widen = {widen<float>, widen<Half>, widen<BFloat>},
+    .narrow = {narrow<float>, narrow<Half>, narrow<BFloat>},
+    .fold = fold,
     .score = {score<float>, score<Half>, score<BFloat>},
     .accumulate = {accumulate<float>, accumulate<Half>, accumulate<BFloat>},
     .softcap = softcap,

@@ -11,33 +11,42 @@
 // and V are read to their last element and not beyond.
 namespace santa::cpu {
 
+// Rows to be asked of memory while a tile is computed, one for each of its rows: what the next tile reads, so that
+// memory and arithmetic are busy at once wherever the rows lie. Never read; none by default.
+struct RowsAhead {
+  const void* data = nullptr;
+  const int64_t* offsets = nullptr;  // [rows]: in elements
+  int64_t rows = 0;
+  int64_t row_bytes = 0;
+};
+
 // scores[h][i] = scale * <q_h, k_i>
 struct ScoreTile {
   const float* q;  // [heads, q_stride], zero past head_dim
   int64_t q_stride;
   int64_t heads;
   const void* keys;
-  const int64_t* offsets;  // [listed]: element offset of each row in `keys`
+  const int64_t* offsets;  // [rows]: element offset of each row in `keys`
   int64_t rows;
-  int64_t listed;  // at least `rows`; the rest are rows to come, prefetched and not read
   int64_t head_dim;
   float scale;
   float* scores;  // [heads, scores_stride]
   int64_t scores_stride;
+  RowsAhead ahead;
 };
 
 // sums[h] += sum_i weights[h][i] * v_i, added in the order of i
 struct AccumulateTile {
   const void* values;
-  const int64_t* offsets;  // [listed]
+  const int64_t* offsets;  // [rows]
   int64_t rows;
-  int64_t listed;
   int64_t value_dim;
   const float* weights;  // [heads, weights_stride]
   int64_t weights_stride;
   int64_t heads;
   float* sums;  // [heads, sums_stride]
   int64_t sums_stride;
+  RowsAhead ahead;
 };
 
 // Inclusion probabilities of the shared sample over n rows (a multiple of kBlockRows).
@@ -53,6 +62,12 @@ struct IncludeTile {
 };
 
 struct KernelTable {
+  // to = from in fp32: n numbers, from and to their last element.
+  void (*widen[kDtypes])(const void* from, int64_t n, float* to);
+  // to = factor * from, rounded to nearest: n numbers.
+  void (*narrow[kDtypes])(const double* from, int64_t n, double factor, void* to);
+  // to += factor * from; n is a multiple of kPadFloats.
+  void (*fold)(const float* from, int64_t n, double factor, double* to);
   void (*score[kDtypes])(const ScoreTile&);
   void (*accumulate[kDtypes])(const AccumulateTile&);
   // x = cap * tanh(x / cap) in place, n a multiple of kPadFloats.

@@ -31,12 +31,52 @@ struct Isa {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
   template <class T>
+  static void load_pair(const T* from, F* to) {
+    to[0] = load(from);
+    to[1] = load(from + kLanes);
+  }
+  template <class T>
   static F load_partial(const T* from, int64_t n) {
     T whole[kLanes] = {};
     __builtin_memcpy(whole, from, static_cast<size_t>(n) * sizeof(T));
     return load(whole);
   }
+  template <class T>
+  static void load_pair_partial(const T* from, int64_t n, F* to) {
+    to[0] = load_partial(from, n < kLanes ? n : kLanes);
+    to[1] = load_partial(from + kLanes, n < kLanes ? 0 : n - kLanes);
+  }
   static void store(float* to, F x) { _mm256_storeu_ps(to, x); }
+  static void store_as(float* to, F x) { store(to, x); }
+  static void store_as(Half* to, F x) {
+    const __m128i bits = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bits);
+  }
+  // Nearest, ties to even; a NaN keeps its high half and stays one.
+  static void store_as(BFloat* to, F x) {
+    const I bits = _mm256_castps_si256(x);
+    const I high = _mm256_srli_epi32(bits, 16);
+    const I bias = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7FFF));
+    const I rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    const I nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    const I is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const I chosen = _mm256_blendv_epi8(rounded, nan, is_nan);
+    const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(chosen, chosen), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  }
+  static F from_doubles(const double* from, double factor) {
+    const __m256d by = _mm256_set1_pd(factor);
+    const __m128 low = _mm256_cvtpd_ps(_mm256_mul_pd(_mm256_loadu_pd(from), by));
+    const __m128 high = _mm256_cvtpd_ps(_mm256_mul_pd(_mm256_loadu_pd(from + 4), by));
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+  }
+  static void add_scaled(double* to, F x, double factor) {
+    const __m256d by = _mm256_set1_pd(factor);
+    const __m256d low = _mm256_mul_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), by);
+    const __m256d high = _mm256_mul_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)), by);
+    _mm256_storeu_pd(to, _mm256_add_pd(_mm256_loadu_pd(to), low));
+    _mm256_storeu_pd(to + 4, _mm256_add_pd(_mm256_loadu_pd(to + 4), high));
+  }
   static I load_int(const uint32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void store_int(uint32_t* to, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
   static I zero_int() { return _mm256_setzero_si256(); }
@@ -81,6 +121,10 @@ struct Isa {
     const F four = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(low2, high2)),
                                  _mm256_castpd_ps(_mm256_unpackhi_pd(low2, high2)));
     _mm_storeu_ps(to, _mm_mul_ps(add_halves(four), _mm_set1_ps(scale)));
+  }
+  template <int kHeadsHere>
+  static void reduce(const F (*sum)[4], float scale, float* to, int64_t stride) {
+    for (int h = 0; h < kHeadsHere; ++h) reduce4(sum[h], scale, to + h * stride);
   }
   static uint64_t sum16(const uint32_t* x) {
     const __m256i* at = reinterpret_cast<const __m256i*>(x);

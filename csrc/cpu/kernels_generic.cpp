@@ -26,12 +26,34 @@ struct Isa {
     return x;
   }
   template <class T>
+  static void load_pair(const T* from, F* to) {
+    to[0] = load(from);
+    to[1] = load(from + kLanes);
+  }
+  template <class T>
   static F load_partial(const T* from, int64_t n) {
     F x = set1(0.0f);
     for (int64_t i = 0; i < n; ++i) x[i] = to_float(from[i]);
     return x;
   }
+  template <class T>
+  static void load_pair_partial(const T* from, int64_t n, F* to) {
+    to[0] = load_partial(from, n < kLanes ? n : kLanes);
+    to[1] = load_partial(from + kLanes, n < kLanes ? 0 : n - kLanes);
+  }
   static void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
+  template <class T>
+  static void store_as(T* to, F x) {
+    for (int i = 0; i < kLanes; ++i) cpu::store_as(x[i], to + i);
+  }
+  static F from_doubles(const double* from, double factor) {
+    F x;
+    for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(from[i] * factor);
+    return x;
+  }
+  static void add_scaled(double* to, F x, double factor) {
+    for (int i = 0; i < kLanes; ++i) to[i] += static_cast<double>(x[i]) * factor;
+  }
   static I load_int(const uint32_t* from) {
     I x;
     std::memcpy(&x, from, sizeof x);
@@ -84,6 +106,10 @@ struct Isa {
   }
   static void reduce4(const F* sum, float scale, float* to) {
     for (int r = 0; r < 4; ++r) to[r] = reduce_add(sum[r]) * scale;
+  }
+  template <int kHeadsHere>
+  static void reduce(const F (*sum)[4], float scale, float* to, int64_t stride) {
+    for (int h = 0; h < kHeadsHere; ++h) reduce4(sum[h], scale, to + h * stride);
   }
   static uint64_t sum16(const uint32_t* x) {
     uint64_t sum = 0;

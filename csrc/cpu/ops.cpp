@@ -9,6 +9,8 @@
 #include "../check.h"
 #include "../text.h"
 #include "decode.h"
+#include "kernels.h"
+#include "level.h"
 #include "torch_side.h"
 
 namespace santa::cpu {

@@ -8,6 +8,7 @@
 
 #include "../check.h"
 #include "kernels.h"
+#include "stage_timer.h"
 #include "torch_side.h"
 
 namespace santa::cpu {
@@ -43,7 +44,16 @@ int64_t read_through_op(const Tensor& x) {
   return static_cast<int64_t>(all.load());
 }
 
+std::string time_stages_op(bool on) {
+  StageTimes::set_enabled(on);
+  return StageTimes::take();
+}
+
 }  // namespace
 }  // namespace santa::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) { m.impl("read_through", TORCH_BOX(&santa::cpu::read_through_op)); }
+
+STABLE_TORCH_LIBRARY_IMPL(santa, CompositeExplicitAutograd, m) {
+  m.impl("time_stages", TORCH_BOX(&santa::cpu::time_stages_op));
+}

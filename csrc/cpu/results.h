@@ -8,6 +8,7 @@
 #include "../math/weights.h"
 #include "../params.h"
 #include "convert.h"
+#include "kernels.h"
 
 namespace santa::cpu {
 
@@ -34,12 +35,13 @@ class Sinks {
 // Writes what a step returns, head by head; `head` counts over the batch, [B, Hq].
 class Results {
  public:
-  Results(const DecodeParams& params, const Sinks& sinks) : params_(params), sinks_(sinks) {}
+  Results(const DecodeParams& params, const Sinks& sinks, const KernelTable& kernels)
+      : params_(params), sinks_(sinks), kernels_(kernels) {}
 
-  // `lse` is that of the rows; the values have their share of the softmax already.
-  void write(int64_t head, float maximum, const double* values, double lse) const {
+  // out = factor * values, [Dv]. `lse` is that of the rows; the values have their share of the softmax.
+  void write(int64_t head, float maximum, const double* values, double factor, double lse) const {
     if (!is_live(maximum)) return write_degenerate(head, maximum);
-    write_out(head, values);
+    write_out(head, values, factor);
     params_.lse[head] = static_cast<float>(add_sink(lse, sink(head)));
   }
 
@@ -49,7 +51,7 @@ class Results {
     const bool empty = maximum == kNegativeInfinity;
     const std::vector<double> values(params_.shape.value_dim,
                                      empty ? 0.0 : std::numeric_limits<double>::quiet_NaN());
-    write_out(head, values.data());
+    write_out(head, values.data(), 1.0);
     params_.lse[head] = empty ? static_cast<float>(sink(head)) : maximum;
   }
 
@@ -61,15 +63,15 @@ class Results {
  private:
   double sink(int64_t head) const { return static_cast<double>(sinks_[head % params_.shape.query_heads]); }
 
-  void write_out(int64_t head, const double* values) const {
-    with_dtype(params_.shape.dtype, [&](auto type) {
-      auto* to = static_cast<decltype(type)*>(params_.out) + head * params_.shape.value_dim;
-      for (int64_t d = 0; d < params_.shape.value_dim; ++d) store_as(static_cast<float>(values[d]), to + d);
-    });
+  void write_out(int64_t head, const double* values, double factor) const {
+    const int64_t row_bytes = params_.shape.value_dim * element_size(params_.shape.dtype);
+    kernels_.narrow[static_cast<int>(params_.shape.dtype)](values, params_.shape.value_dim, factor,
+                                                           static_cast<char*>(params_.out) + head * row_bytes);
   }
 
   const DecodeParams& params_;
   const Sinks& sinks_;
+  const KernelTable& kernels_;
 };
 
 }  // namespace santa::cpu

@@ -249,11 +249,10 @@ Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Ten
     Gatherer gatherer(values.address, values.shape.value_dim, values.shape.dtype, active_kernels());
     for (int64_t at = begin; at < end; ++at) {
       const int64_t first_head = at * heads_per_list;
-      const double* sums = gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity,
-                                           num[at], coefficient + first_head * capacity, capacity, heads_per_list);
+      gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity, num[at],
+                      coefficient + first_head * capacity, capacity, heads_per_list);
       for (int64_t h = 0; h < heads_per_list; ++h) {
-        std::copy_n(sums + h * gatherer.value_stride(), values.shape.value_dim,
-                    to + (first_head + h) * values.shape.value_dim);
+        std::copy_n(gatherer.sums(h), values.shape.value_dim, to + (first_head + h) * values.shape.value_dim);
       }
     }
   });

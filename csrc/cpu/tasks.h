@@ -13,6 +13,12 @@ namespace santa::cpu {
 // as an argument, so that nothing below the operators knows torch.
 using ParallelFor = std::function<void(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f)>;
 
+// One chunk of rows of one group: the query heads of one KV head of one sequence, counted over the batch.
+struct ChunkTask {
+  int64_t group;
+  int64_t chunk;
+};
+
 // The chunks of a ragged batch as one flat range, so that a long sequence and a short one load threads alike.
 // In the order (sequence, KV head, chunk): a thread reads one KV head's rows as one sequential stream.
 class ChunkGrid {
@@ -24,17 +30,11 @@ class ChunkGrid {
 
   int64_t size() const { return first_.back(); }
 
-  // Calls f(sequence, KV head, chunk) for tasks [begin, end).
-  template <class Function>
-  void for_each(int64_t begin, int64_t end, const Function& f) const {
-    if (begin >= end) return;
-    int64_t b = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
-    for (int64_t task = begin; task < end; ++task) {
-      while (task >= first_[b + 1]) ++b;
-      const int64_t chunks = (first_[b + 1] - first_[b]) / kv_heads_;
-      const int64_t local = task - first_[b];
-      f(b, local / chunks, local % chunks);
-    }
+  ChunkTask operator[](int64_t task) const {
+    const int64_t b = std::upper_bound(first_.begin(), first_.end(), task) - first_.begin() - 1;
+    const int64_t chunks = (first_[b + 1] - first_[b]) / kv_heads_;
+    const int64_t local = task - first_[b];
+    return {b * kv_heads_ + local / chunks, local % chunks};
   }
 
  private:

@@ -18,6 +18,9 @@ constexpr int64_t kBlockRows = 16;
 // Scratch arrays of floats have multiples of this many elements: vectors may be written whole.
 constexpr int64_t kPadFloats = 16;
 
-SANTA_HD int64_t pad(int64_t n) { return (n + kPadFloats - 1) / kPadFloats * kPadFloats; }
+// Queries are read in pairs of vectors.
+constexpr int64_t kPairFloats = 2 * kPadFloats;
+
+SANTA_HD int64_t pad(int64_t n, int64_t to = kPadFloats) { return (n + to - 1) / to * to; }
 
 }  // namespace santa

@@ -254,22 +254,43 @@ void check_tiles(const KernelTable& kernels) {
   for (int64_t heads = 1; heads <= 9; ++heads) {
     for (int64_t rows = 1; rows <= 9; ++rows) {
       for (const int64_t dim : {1, 7, 8, 15, 16, 17, 40}) {
-        Block<float> q(heads * pad(dim)), scores(heads * pad(rows)), weights(heads * rows), sums(heads * pad(dim));
+        const int64_t stride = pad(dim, kPairFloats);
+        Block<float> q(heads * stride), scores(heads * pad(rows)), weights(heads * rows), sums(heads * pad(dim));
         Block<T> x(rows * dim);
         Block<int64_t> offsets(rows);
-        for (int64_t i = 0; i < q.size; ++i) q[i] = i % pad(dim) < dim ? normal() : 0.0f;
+        for (int64_t i = 0; i < q.size; ++i) q[i] = i % stride < dim ? normal() : 0.0f;
         for (int64_t i = 0; i < x.size; ++i) rounded(normal(), &x[i]);
         for (int64_t i = 0; i < weights.size; ++i) weights[i] = normal();
         for (int64_t i = 0; i < sums.size; ++i) sums[i] = 0.0f;
         for (int64_t i = 0; i < rows; ++i) offsets[i] = (rows - 1 - i) * dim;
-        kernels.score[dtype]({q.data.get(), pad(dim), heads, x.data.get(), offsets.data.get(), rows, rows, dim,
-                              0.5f, scores.data.get(), pad(rows)});
-        kernels.accumulate[dtype]({x.data.get(), offsets.data.get(), rows, rows, dim, weights.data.get(), rows,
-                                   heads, sums.data.get(), pad(dim)});
+        // Ahead are other rows, more and fewer than the tile has: they may be asked for, not read.
+        const RowsAhead ahead = {x.data.get(), offsets.data.get(), rows / 2,
+                                 dim * static_cast<int64_t>(sizeof(T))};
+        kernels.score[dtype]({.q = q.data.get(),
+                              .q_stride = stride,
+                              .heads = heads,
+                              .keys = x.data.get(),
+                              .offsets = offsets.data.get(),
+                              .rows = rows,
+                              .head_dim = dim,
+                              .scale = 0.5f,
+                              .scores = scores.data.get(),
+                              .scores_stride = pad(rows),
+                              .ahead = ahead});
+        kernels.accumulate[dtype]({.values = x.data.get(),
+                                   .offsets = offsets.data.get(),
+                                   .rows = rows,
+                                   .value_dim = dim,
+                                   .weights = weights.data.get(),
+                                   .weights_stride = rows,
+                                   .heads = heads,
+                                   .sums = sums.data.get(),
+                                   .sums_stride = pad(dim),
+                                   .ahead = ahead});
         for (int64_t h = 0; h < heads; ++h) {
           for (int64_t i = 0; i < rows; ++i) {
             double expected = 0;
-            for (int64_t d = 0; d < dim; ++d) expected += 0.5 * q[h * pad(dim) + d] * to_float(x[offsets[i] + d]);
+            for (int64_t d = 0; d < dim; ++d) expected += 0.5 * q[h * stride + d] * to_float(x[offsets[i] + d]);
             CHECK(std::fabs(scores[h * pad(rows) + i] - expected) < 1e-4, "score");
           }
           for (int64_t d = 0; d < dim; ++d) {

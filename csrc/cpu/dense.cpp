@@ -1,0 +1,144 @@
+#include <cmath>
+
+#include "decode.h"
+#include "gather.h"
+#include "score.h"
+#include "stage_timer.h"
+#include "step.h"
+
+namespace santa::cpu {
+namespace {
+
+// What a thread needs for chunk after chunk: K and V of a chunk are read in one go.
+class DenseWorker {
+ public:
+  explicit DenseWorker(const Step& step)
+      : step_(step),
+        mask_(step.params.mask),
+        scorer_(step, true),
+        scores_(step.group_size() * kChunkRows),
+        sums_(step.plan.value_stride) {}
+
+  void add_chunk(const ChunkTask& task, const ChunkTask* next) {
+    const AttendedRows& attended = scorer_.score(task, next, scores_.data(), kChunkRows);
+    exponentiate(task);
+    if (attended.count != 0) accumulate(task, attended);
+  }
+
+  // Chunks are added in row order and in fp64.
+  void merge(int64_t group) {
+    const StageTimer timer(Stage::kMerge);
+    step_.finish_maxima(group);
+    for (int64_t head = step_.first_head(group); head < step_.first_head(group + 1); ++head)
+      merge_head(group, head);
+  }
+
+ private:
+  float& partial_sum(int64_t head, int64_t chunk) const {
+    return step_.piece<float>(step_.plan.partial_sums)[head * step_.plan.chunks + chunk];
+  }
+  float* partial_out(int64_t head, int64_t chunk) const {
+    return step_.piece<float>(step_.plan.partial_out) +
+           (head * step_.plan.chunks + chunk) * step_.plan.value_stride;
+  }
+
+  void exponentiate(const ChunkTask& task) {
+    const StageTimer timer(Stage::kSoftmax);
+    const int64_t rows = step_.padded_rows(task.group, task.chunk);
+    for (int64_t g = 0; g < step_.group_size(); ++g) {
+      const int64_t head = step_.first_head(task.group) + g;
+      const float maximum = step_.chunk_maxima(head)[task.chunk];
+      float* p = scores_.data() + g * kChunkRows;
+      if (is_live(maximum)) {
+        partial_sum(head, task.chunk) = step_.kernels.exponentiate(p, rows, maximum);
+      } else {
+        partial_sum(head, task.chunk) = 0.0f;
+        std::fill_n(p, rows, 0.0f);
+      }
+      std::fill_n(partial_out(head, task.chunk), step_.plan.value_stride, 0.0f);
+    }
+  }
+
+  void accumulate(const ChunkTask& task, const AttendedRows& attended) {
+    const StageTimer timer(Stage::kAccumulate);
+    const float* weights = scores_.data();
+    if (attended.count != attended.rows) {
+      packed_.resize(scores_.size());
+      for (int64_t g = 0; g < step_.group_size(); ++g) {
+        for (int64_t i = 0; i < attended.count; ++i) {
+          packed_[g * kChunkRows + i] = weights[g * kChunkRows + attended.local[i]];
+        }
+      }
+      weights = packed_.data();
+    }
+    const int64_t head = step_.first_head(task.group);
+    accumulate_used(step_.kernels, step_.shape.dtype,
+                    {.values = step_.params.v.data,
+                     .offsets = attended.value_offsets,
+                     .rows = attended.count,
+                     .value_dim = step_.shape.value_dim,
+                     .weights = weights,
+                     .weights_stride = kChunkRows,
+                     .heads = step_.group_size(),
+                     .sums = partial_out(head, task.chunk),
+                     .sums_stride = step_.plan.chunks * step_.plan.value_stride,
+                     .ahead = scorer_.keys_ahead()},
+                    [&](int64_t g, int64_t i) {
+                      return mask_.attends(step_.batch_of(task.group), head % step_.shape.query_heads + g,
+                                           attended.row(i));
+                    });
+  }
+
+  void merge_head(int64_t group, int64_t head) {
+    const float maximum = step_.maximum(head);
+    if (!is_live(maximum)) return step_.results.write_degenerate(head, maximum);
+    std::fill(sums_.begin(), sums_.end(), 0.0);
+    double total = 0.0;
+    for (int64_t c = 0; c < step_.chunks_of(group); ++c) {
+      const float chunk_maximum = step_.chunk_maxima(head)[c];
+      if (chunk_maximum == kNegativeInfinity) continue;
+      const double factor = std::exp(static_cast<double>(chunk_maximum) - static_cast<double>(maximum));
+      total += factor * static_cast<double>(partial_sum(head, c));
+      if (factor == 0.0) {
+        add_nan(partial_out(head, c));
+      } else {
+        step_.kernels.fold(partial_out(head, c), step_.plan.value_stride, factor, sums_.data());
+      }
+    }
+    const double lse = static_cast<double>(maximum) + std::log(total);
+    const double row_mass = share_of_rows(lse, static_cast<double>(step_.sinks[head % step_.shape.query_heads]));
+    step_.results.write(head, maximum, sums_.data(), row_mass / total, lse);
+  }
+
+  // A chunk that counts for nothing adds nothing, not even where its fp32 sums ran to infinity; NaN it passes on.
+  void add_nan(const float* partial) {
+    for (int64_t d = 0; d < step_.shape.value_dim; ++d) {
+      if (partial[d] != partial[d]) sums_[d] = static_cast<double>(partial[d]);
+    }
+  }
+
+  const Step& step_;
+  const Mask mask_;
+  Scorer scorer_;
+  std::vector<float> scores_;  // [G, kChunkRows], then exp(score - maximum of the chunk)
+  std::vector<float> packed_;  // [G, kChunkRows]: those of the attended rows
+  std::vector<double> sums_;   // [value_stride]
+};
+
+}  // namespace
+
+void decode_dense(const Step& step, const ParallelFor& parallel_for) {
+  const std::vector<int64_t> rest = for_each_chunk(
+      step, parallel_for, true, [&] { return DenseWorker(step); },
+      [](DenseWorker& worker, const ChunkTask& task, const ChunkTask* next) { worker.add_chunk(task, next); },
+      [](DenseWorker& worker, int64_t group) { worker.merge(group); });
+  parallel_for(static_cast<int64_t>(rest.size()), 1, [&](int64_t begin, int64_t end) {
+    DenseWorker worker(step);
+    for (int64_t i = begin; i < end; ++i) worker.merge(rest[i]);
+  });
+  if (step.params.value_rows == nullptr) return;
+  std::copy_n(step.params.key_rows, step.groups(), step.params.value_rows);
+  std::fill_n(step.params.squared_error, step.heads(), 0.0f);
+}
+
+}  // namespace santa::cpu
