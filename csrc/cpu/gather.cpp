@@ -6,12 +6,6 @@
 #include "convert.h"
 
 namespace santa::cpu {
-namespace {
-
-constexpr int64_t kRowsAhead = 16;  // drawn rows that are asked for before they are used
-
-}  // namespace
-
 Gatherer::Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const KernelTable& kernels)
     : v_(v),
       value_dim_(value_dim),
@@ -24,40 +18,51 @@ Gatherer::Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const Ke
 void Gatherer::gather(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n, const float* coefficients,
                       int64_t coefficient_stride, int64_t heads) {
   offsets_.resize(n);
-  for (int64_t i = 0; i < n; ++i) offsets_[i] = v_.offset(b, kv_head, rows[i]);
-  const auto ahead = [&](int64_t from, int64_t to) {
-    return RowsAhead{.data = v_.data,
-                     .offsets = offsets_.data() + std::min(from, n),
-                     .rows = std::min(to, n) - std::min(from, n),
-                     .row_bytes = value_dim_ * element_size(dtype_)};
-  };
-  for (int64_t i = 0; i < std::min(n, kRowsAhead); ++i) {
-    const int64_t size = element_size(dtype_);
-    const char* row = static_cast<const char*>(v_.data) + offsets_[i] * size;
-    for (int64_t byte = 0; byte < value_dim_ * size; byte += 64) __builtin_prefetch(row + byte);
+  chunks_.resize(n + 1);
+  for (int64_t i = 0; i < n; ++i) {
+    offsets_[i] = v_.offset(b, kv_head, rows[i]);
+    chunks_[i] = rows[i] / kChunkRows;
   }
-  sums_.resize(heads * value_stride_);
-  out_.assign(heads * value_stride_, 0.0);
-  for (int64_t begin = 0; begin < n;) {
-    const int64_t chunk = rows[begin] / kChunkRows;
-    int64_t end = begin + 1;
-    while (end < n && rows[end] / kChunkRows == chunk) ++end;
-    std::fill(sums_.begin(), sums_.end(), 0.0f);
-    const AccumulateTile tile = {.values = v_.data,
-                                 .offsets = offsets_.data() + begin,
-                                 .rows = end - begin,
-                                 .value_dim = value_dim_,
-                                 .weights = coefficients + begin,
-                                 .weights_stride = coefficient_stride,
-                                 .heads = heads,
-                                 .sums = sums_.data(),
-                                 .sums_stride = value_stride_,
-                                 .ahead = ahead(begin + kRowsAhead, end + kRowsAhead)};
-    accumulate_used(kernels_, dtype_, tile,
-                    [&](int64_t h, int64_t i) { return tile.weights[h * coefficient_stride + i] != 0.0f; });
-    kernels_.fold(sums_.data(), heads * value_stride_, 1.0, out_.data());
-    begin = end;
+  chunks_[n] = -1;
+  out_.resize(heads * value_stride_);
+  const GatherTile tile = {.values = v_.data,
+                           .offsets = offsets_.data(),
+                           .chunks = chunks_.data(),
+                           .rows = n,
+                           .value_dim = value_dim_,
+                           .weights = coefficients,
+                           .weights_stride = coefficient_stride,
+                           .heads = heads,
+                           .sums = out_.data(),
+                           .sums_stride = value_stride_};
+  kernels_.gather[static_cast<int>(dtype_)](tile);
+  for (int64_t h = 0; h < heads; ++h) {
+    bool nan = false;
+    for (int64_t d = 0; d < value_dim_; ++d) nan |= sums(h)[d] != sums(h)[d];
+    if (nan) gather_used(tile, h);
   }
+}
+
+// One head once more, over the rows that it uses: only 0 * NaN from the others can be undone so.
+void Gatherer::gather_used(GatherTile tile, int64_t head) {
+  const float* coefficients = tile.weights + head * tile.weights_stride;
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> chunks;
+  std::vector<float> weights;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    if (coefficients[i] == 0.0f) continue;
+    offsets.push_back(tile.offsets[i]);
+    chunks.push_back(tile.chunks[i]);
+    weights.push_back(coefficients[i]);
+  }
+  chunks.push_back(-1);
+  tile.offsets = offsets.data();
+  tile.chunks = chunks.data();
+  tile.rows = static_cast<int64_t>(offsets.size());
+  tile.weights = weights.data();
+  tile.heads = 1;
+  tile.sums += head * tile.sums_stride;
+  kernels_.gather[static_cast<int>(dtype_)](tile);
 }
 
 void Gatherer::load_row(int64_t b, int64_t kv_head, int64_t row, double factor) {

@@ -27,6 +27,7 @@ class Gatherer {
   const double* sums(int64_t head) const { return out_.data() + head * value_stride_; }
 
  private:
+  void gather_used(GatherTile tile, int64_t head);
   void load_row(int64_t b, int64_t kv_head, int64_t row, double factor);
 
   RowAddress v_;
@@ -35,7 +36,7 @@ class Gatherer {
   Dtype dtype_;
   const KernelTable& kernels_;
   std::vector<int64_t> offsets_;
-  std::vector<float> sums_;  // [heads, value_stride]: of one chunk
+  std::vector<int64_t> chunks_;
   std::vector<double> out_;  // [heads, value_stride]
   std::vector<double> row_;
   std::vector<double> mean_;

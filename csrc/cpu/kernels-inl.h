@@ -12,8 +12,6 @@ constexpr int kTileRows = 4;               // rows scored at once: reduce4 turns
 constexpr int64_t kReadAheadBytes = 8192;  // how far ahead of its reads read_through asks (measured)
 constexpr int64_t kLineBytes = 64;
 
-inline void prefetch(const char* line) { __builtin_prefetch(line, 0, 2); }
-
 // exp for arguments in [-87, 0]; below, 0. exp(x) = 2^n exp(r) with |r| <= ln(2)/2, where the Taylor polynomial
 // of degree 7 is off by 5e-9 relative, a fraction of fp32's rounding.
 inline F exponential(F x) {
@@ -67,33 +65,56 @@ void fold(const float* from, int64_t n, double factor, double* to) {
 
 // ---- prefetch ---------------------------------------------------------------------------------------------
 
-// RowsAhead as a kernel walks it. Where nothing is ahead, the kernel's own row stands in: asking for a line that
+constexpr int64_t kNearBytes = 4096;  // how far ahead of the reads rows are asked for into the first-level cache
+constexpr int64_t kFarBytes = 16384;  // and into the second (both measured)
+
+inline void prefetch_near(const char* line) { __builtin_prefetch(line, 0, 3); }
+inline void prefetch_far(const char* line) { __builtin_prefetch(line, 0, 2); }
+
+// The rows of a tile followed by those ahead of it. Past the end row `i` itself stands in: asking for a line that
 // is in use costs a load slot, a branch for every line costs more.
 template <class T>
-struct Ahead {
-  const RowsAhead& rows;
+class Upcoming {
+ public:
+  Upcoming(const T* data, const int64_t* offsets, int64_t rows, int64_t row_length, const RowsAhead& ahead)
+      : data_(data),
+        offsets_(offsets),
+        rows_(rows),
+        ahead_(ahead),
+        near_(1 + (kNearBytes - 1) / (row_length * static_cast<int64_t>(sizeof(T)))),
+        far_(1 + (kFarBytes - 1) / (row_length * static_cast<int64_t>(sizeof(T)))) {}
 
-  const char* of(int64_t i, const T* own) const {
-    return reinterpret_cast<const char*>(i < rows.rows ? static_cast<const T*>(rows.data) + rows.offsets[i] : own);
-  }
+  const char* near(int64_t i) const { return row(i, near_); }
+  const char* far(int64_t i) const { return row(i, far_); }
 
-  // Asks for what the row loop, which covers `covered` bytes of rows [0, done), has not.
-  void finish(int64_t begin, int64_t end, int64_t covered) const {
-    for (int64_t i = begin; i < end && i < rows.rows; ++i) {
-      for (int64_t at = covered; at < rows.row_bytes; at += kLineBytes) prefetch(of(i, nullptr) + at);
+ private:
+  const char* row(int64_t i, int64_t distance) const {
+    const int64_t at = i + distance;
+    const T* start = data_;
+    int64_t offset;
+    if (at < rows_) {
+      offset = offsets_[at];
+    } else if (at - rows_ < ahead_.rows) {
+      start = static_cast<const T*>(ahead_.data);
+      offset = ahead_.offsets[at - rows_];
+    } else {
+      offset = offsets_[i < rows_ ? i : rows_ - 1];
     }
+    return reinterpret_cast<const char*>(start + offset);
   }
-};
 
-// ---- score -----------------------------------------------------------------------------------------------
+  const T* data_;
+  const int64_t* offsets_;
+  const int64_t rows_;
+  const RowsAhead& ahead_;
+  const int64_t near_;
+  const int64_t far_;
+};
 
 template <class T>
 constexpr int64_t kPairBytes = 2 * Isa::kLanes * static_cast<int64_t>(sizeof(T));
 
-template <class T>
-inline void prefetch_pair(const char* at) {
-  for (int64_t line = 0; line < kPairBytes<T>; line += kLineBytes) prefetch(at + line);
-}
+// ---- score -----------------------------------------------------------------------------------------------
 
 template <int kHeadsHere>
 inline void add_products(const float* q, int64_t q_stride, const F (*k)[2], F (*sum)[kTileRows]) {
@@ -108,9 +129,15 @@ inline void add_products(const float* q, int64_t q_stride, const F (*k)[2], F (*
 // Four rows by kHeadsHere heads. Each (row, head) has one accumulator, filled in the order of d and reduced by one
 // fixed tree: its bits do not depend on where the row lies in a tile or the head in a group.
 template <class T, int kHeadsHere, bool kAsk>
-inline void score_rows(const ScoreTile& tile, const T* const* row, const char* const* ahead, int64_t head,
-                       float* to) {
+inline void score_rows(const ScoreTile& tile, const T* const* row, const Upcoming<T>& upcoming, int64_t i,
+                       int64_t head) {
   const float* q = tile.q + head * tile.q_stride;
+  const char* near[kTileRows];
+  const char* far[kTileRows];
+  for (int r = 0; kAsk && r < kTileRows; ++r) {
+    near[r] = upcoming.near(i + r);
+    far[r] = upcoming.far(i + r);
+  }
   F sum[kHeadsHere][kTileRows];
   for (int h = 0; h < kHeadsHere; ++h) {
     for (int r = 0; r < kTileRows; ++r) sum[h][r] = Isa::set1(0.0f);
@@ -120,7 +147,13 @@ inline void score_rows(const ScoreTile& tile, const T* const* row, const char* c
     F k[kTileRows][2];
     for (int r = 0; r < kTileRows; ++r) {
       Isa::load_pair(row[r] + d, k[r]);
-      if constexpr (kAsk) prefetch_pair<T>(ahead[r] + d * static_cast<int64_t>(sizeof(T)));
+      if constexpr (kAsk) {
+        const int64_t from = d * static_cast<int64_t>(sizeof(T));
+        for (int64_t at = from; at < from + kPairBytes<T>; at += kLineBytes) {
+          prefetch_near(near[r] + at);
+          prefetch_far(far[r] + at);
+        }
+      }
     }
     add_products<kHeadsHere>(q + d, tile.q_stride, k, sum);
   }
@@ -129,35 +162,28 @@ inline void score_rows(const ScoreTile& tile, const T* const* row, const char* c
     for (int r = 0; r < kTileRows; ++r) Isa::load_pair_partial(row[r] + whole, tile.head_dim - whole, k[r]);
     add_products<kHeadsHere>(q + whole, tile.q_stride, k, sum);
   }
-  Isa::template reduce<kHeadsHere>(sum, tile.scale, to + head * tile.scores_stride, tile.scores_stride);
+  Isa::template reduce<kHeadsHere>(sum, tile.scale, tile.scores + head * tile.scores_stride + i,
+                                   tile.scores_stride);
 }
 
 template <class T, int kRemainder>
 void score_tile(const ScoreTile& tile) {
   const T* keys = static_cast<const T*>(tile.keys);
-  const Ahead<T> ahead = {tile.ahead};
-  const int64_t covered = tile.head_dim / (2 * Isa::kLanes) * kPairBytes<T>;
+  const Upcoming<T> upcoming(keys, tile.offsets, tile.rows, tile.head_dim, tile.ahead);
   const int64_t full_heads = tile.heads - kRemainder;
   for (int64_t i = 0; i < tile.rows; i += kTileRows) {
     const T* row[kTileRows];
-    const char* next[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) {
-      row[r] = keys + tile.offsets[i + r < tile.rows ? i + r : tile.rows - 1];
-      next[r] = ahead.of(i + r, row[r]);
-    }
-    ahead.finish(i, i + kTileRows, covered);
-    int64_t head = 0;
+    for (int r = 0; r < kTileRows; ++r) row[r] = keys + tile.offsets[i + r < tile.rows ? i + r : tile.rows - 1];
     if (full_heads != 0) {
-      score_rows<T, Isa::kHeads, true>(tile, row, next, 0, tile.scores + i);
-      for (head = Isa::kHeads; head < full_heads; head += Isa::kHeads) {
-        score_rows<T, Isa::kHeads, false>(tile, row, next, head, tile.scores + i);
+      score_rows<T, Isa::kHeads, true>(tile, row, upcoming, i, 0);
+      for (int64_t head = Isa::kHeads; head < full_heads; head += Isa::kHeads) {
+        score_rows<T, Isa::kHeads, false>(tile, row, upcoming, i, head);
       }
-      if constexpr (kRemainder != 0) score_rows<T, kRemainder, false>(tile, row, next, head, tile.scores + i);
+      if constexpr (kRemainder != 0) score_rows<T, kRemainder, false>(tile, row, upcoming, i, full_heads);
     } else if constexpr (kRemainder != 0) {
-      score_rows<T, kRemainder, true>(tile, row, next, 0, tile.scores + i);
+      score_rows<T, kRemainder, true>(tile, row, upcoming, i, 0);
     }
   }
-  ahead.finish((tile.rows + kTileRows - 1) / kTileRows * kTileRows, tile.ahead.rows, 0);
 }
 
 template <class T>
@@ -177,11 +203,10 @@ constexpr int64_t kPassRows = 32;  // rows visited by every block of heads befor
 
 // One block of heads by a few vectors of features. kWhole: the vectors lie wholly within the row.
 template <class T, int kHeadsHere, int kColumnsHere, bool kAsk, bool kWhole = true>
-inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end, int64_t head,
-                             int64_t column) {
+inline void accumulate_block(const AccumulateTile& tile, const T* values, const Upcoming<T>& upcoming,
+                             int64_t begin, int64_t end, int64_t head, int64_t column) {
   float* sums = tile.sums + head * tile.sums_stride + column;
   const float* weights = tile.weights + head * tile.weights_stride;
-  const Ahead<T> ahead = {tile.ahead};
   F sum[kHeadsHere][kColumnsHere];
   for (int h = 0; h < kHeadsHere; ++h) {
     for (int c = 0; c < kColumnsHere; ++c) {
@@ -197,8 +222,8 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_
       v[0] = kWhole ? Isa::load(row) : Isa::load_partial(row, tile.value_dim - column);
     }
     if constexpr (kAsk) {
-      const char* next = ahead.of(i, row - column) + column * static_cast<int64_t>(sizeof(T));
-      for (int c = 0; c < kColumnsHere; c += 2) prefetch_pair<T>(next + c / 2 * kPairBytes<T>);
+      const char* far = upcoming.far(i) + column * static_cast<int64_t>(sizeof(T));
+      for (int64_t at = 0; at < (kColumnsHere + 1) / 2 * kPairBytes<T>; at += kLineBytes) prefetch_far(far + at);
     }
     for (int h = 0; h < kHeadsHere; ++h) {
       const F weight = Isa::set1(weights[h * tile.weights_stride + i]);
@@ -213,43 +238,110 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, int64_
 }
 
 template <class T, int kHeadsHere, bool kAsk>
-inline void accumulate_columns(const AccumulateTile& tile, const T* values, int64_t begin, int64_t end,
-                               int64_t head) {
+inline void accumulate_columns(const AccumulateTile& tile, const T* values, const Upcoming<T>& upcoming,
+                               int64_t begin, int64_t end, int64_t head) {
   constexpr int64_t kWide = Isa::kColumns * Isa::kLanes;
   int64_t column = 0;
   for (; column + kWide <= tile.value_dim; column += kWide) {
-    accumulate_block<T, kHeadsHere, Isa::kColumns, kAsk>(tile, values, begin, end, head, column);
+    accumulate_block<T, kHeadsHere, Isa::kColumns, kAsk>(tile, values, upcoming, begin, end, head, column);
   }
   for (; column + Isa::kLanes <= tile.value_dim; column += Isa::kLanes) {
-    accumulate_block<T, kHeadsHere, 1, kAsk>(tile, values, begin, end, head, column);
+    accumulate_block<T, kHeadsHere, 1, kAsk>(tile, values, upcoming, begin, end, head, column);
   }
   if (column < tile.value_dim) {
-    accumulate_block<T, kHeadsHere, 1, kAsk, false>(tile, values, begin, end, head, column);
+    accumulate_block<T, kHeadsHere, 1, kAsk, false>(tile, values, upcoming, begin, end, head, column);
   }
 }
 
 template <class T>
 void accumulate(const AccumulateTile& tile) {
   const T* values = static_cast<const T*>(tile.values);
-  const Ahead<T> ahead = {tile.ahead};
-  const int64_t covered = tile.value_dim * static_cast<int64_t>(sizeof(T));
+  const Upcoming<T> upcoming(values, tile.offsets, tile.rows, tile.value_dim, tile.ahead);
   for (int64_t begin = 0; begin < tile.rows; begin += kPassRows) {
     const int64_t end = begin + kPassRows < tile.rows ? begin + kPassRows : tile.rows;
     int64_t head = 0;
     if (tile.heads >= Isa::kHeads) {
-      accumulate_columns<T, Isa::kHeads, true>(tile, values, begin, end, 0);
+      accumulate_columns<T, Isa::kHeads, true>(tile, values, upcoming, begin, end, 0);
       head = Isa::kHeads;
     } else {
-      accumulate_columns<T, 1, true>(tile, values, begin, end, 0);
+      accumulate_columns<T, 1, true>(tile, values, upcoming, begin, end, 0);
       head = 1;
     }
     for (; head + Isa::kHeads <= tile.heads; head += Isa::kHeads) {
-      accumulate_columns<T, Isa::kHeads, false>(tile, values, begin, end, head);
+      accumulate_columns<T, Isa::kHeads, false>(tile, values, upcoming, begin, end, head);
     }
-    for (; head < tile.heads; ++head) accumulate_columns<T, 1, false>(tile, values, begin, end, head);
-    ahead.finish(begin, end, covered);
+    for (; head < tile.heads; ++head) accumulate_columns<T, 1, false>(tile, values, upcoming, begin, end, head);
   }
-  ahead.finish(tile.rows, tile.ahead.rows, 0);
+}
+
+// ---- gather ----------------------------------------------------------------------------------------------
+
+constexpr int64_t kGatherAhead = 16;  // drawn rows that are asked for before they are used
+
+template <class T, int kHeadsHere, int kColumnsHere, bool kWhole = true>
+inline void gather_block(const GatherTile& tile, int64_t head, int64_t column) {
+  const T* values = static_cast<const T*>(tile.values);
+  const float* weights = tile.weights + head * tile.weights_stride;
+  double* sums = tile.sums + head * tile.sums_stride + column;
+  const int64_t row_bytes = tile.value_dim * static_cast<int64_t>(sizeof(T));
+  const bool first = head == 0 && column == 0;
+  F sum[kHeadsHere][kColumnsHere];
+  for (int h = 0; h < kHeadsHere; ++h) {
+    for (int c = 0; c < kColumnsHere; ++c) sum[h][c] = Isa::set1(0.0f);
+  }
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    if (first && i + kGatherAhead < tile.rows) {
+      const char* row = reinterpret_cast<const char*>(values + tile.offsets[i + kGatherAhead]);
+      for (int64_t at = 0; at < row_bytes; at += kLineBytes) prefetch_far(row + at);
+    }
+    const T* row = values + tile.offsets[i] + column;
+    F v[kColumnsHere];
+    if constexpr (kColumnsHere % 2 == 0) {
+      for (int c = 0; c < kColumnsHere; c += 2) Isa::load_pair(row + c * Isa::kLanes, v + c);
+    } else {
+      v[0] = kWhole ? Isa::load(row) : Isa::load_partial(row, tile.value_dim - column);
+    }
+    for (int h = 0; h < kHeadsHere; ++h) {
+      const F weight = Isa::set1(weights[h * tile.weights_stride + i]);
+      for (int c = 0; c < kColumnsHere; ++c) sum[h][c] = Isa::fma(weight, v[c], sum[h][c]);
+    }
+    if (tile.chunks[i] == tile.chunks[i + 1]) continue;
+    for (int h = 0; h < kHeadsHere; ++h) {
+      for (int c = 0; c < kColumnsHere; ++c) {
+        Isa::add_scaled(sums + h * tile.sums_stride + c * Isa::kLanes, sum[h][c], 1.0);
+        sum[h][c] = Isa::set1(0.0f);
+      }
+    }
+  }
+}
+
+template <class T, int kHeadsHere>
+inline void gather_columns(const GatherTile& tile, int64_t head) {
+  constexpr int64_t kWide = Isa::kColumns * Isa::kLanes;
+  int64_t column = 0;
+  for (; column + kWide <= tile.value_dim; column += kWide) {
+    gather_block<T, kHeadsHere, Isa::kColumns>(tile, head, column);
+  }
+  for (; column + Isa::kLanes <= tile.value_dim; column += Isa::kLanes) {
+    gather_block<T, kHeadsHere, 1>(tile, head, column);
+  }
+  if (column < tile.value_dim) gather_block<T, kHeadsHere, 1, false>(tile, head, column);
+}
+
+template <class T>
+void gather(const GatherTile& tile) {
+  const T* values = static_cast<const T*>(tile.values);
+  const int64_t row_bytes = tile.value_dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < tile.rows && i < kGatherAhead; ++i) {
+    const char* row = reinterpret_cast<const char*>(values + tile.offsets[i]);
+    for (int64_t at = 0; at < row_bytes; at += kLineBytes) prefetch_far(row + at);
+  }
+  for (int64_t h = 0; h < tile.heads; ++h) {
+    for (int64_t d = 0; d < tile.sums_stride; ++d) tile.sums[h * tile.sums_stride + d] = 0.0;
+  }
+  int64_t head = 0;
+  for (; head + Isa::kHeads <= tile.heads; head += Isa::kHeads) gather_columns<T, Isa::kHeads>(tile, head);
+  for (; head < tile.heads; ++head) gather_columns<T, 1>(tile, head);
 }
 
 // ---- soft cap ----------------------------------------------------------------------------------------------
@@ -359,7 +451,7 @@ uint64_t read_through(const char* lines, int64_t bytes) {
   I bits[kVectors];
   for (int v = 0; v < kVectors; ++v) bits[v] = Isa::zero_int();
   for (int64_t at = 0; at < bytes; at += kLineBytes) {
-    prefetch(lines + at + kReadAheadBytes);
+    prefetch_far(lines + at + kReadAheadBytes);
     for (int v = 0; v < kVectors; ++v) {
       const char* from = lines + at + v * static_cast<int64_t>(sizeof(I));
       bits[v] = Isa::bit_xor(bits[v], Isa::load_int(reinterpret_cast<const uint32_t*>(from)));
@@ -380,6 +472,7 @@ constexpr KernelTable kTable = {
     .fold = fold,
     .score = {score<float>, score<Half>, score<BFloat>},
     .accumulate = {accumulate<float>, accumulate<Half>, accumulate<BFloat>},
+    .gather = {gather<float>, gather<Half>, gather<BFloat>},
     .softcap = softcap,
     .maximum = maximum,
     .exponentiate = exponentiate,

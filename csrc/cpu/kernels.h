@@ -11,13 +11,11 @@
 // and V are read to their last element and not beyond.
 namespace santa::cpu {
 
-// Rows to be asked of memory while a tile is computed, one for each of its rows: what the next tile reads, so that
-// memory and arithmetic are busy at once wherever the rows lie. Never read; none by default.
+// What is read after a tile: its first rows are asked of memory while the tile is computed. None by default.
 struct RowsAhead {
   const void* data = nullptr;
   const int64_t* offsets = nullptr;  // [rows]: in elements
   int64_t rows = 0;
-  int64_t row_bytes = 0;
 };
 
 // scores[h][i] = scale * <q_h, k_i>
@@ -49,6 +47,21 @@ struct AccumulateTile {
   RowsAhead ahead;
 };
 
+// sums[h] = sum_i weights[h][i] * v_i over scattered rows: fp32 in the order of i within a chunk, fp64 between
+// chunks.
+struct GatherTile {
+  const void* values;
+  const int64_t* offsets;  // [rows]: element offset of each row in `values`
+  const int64_t* chunks;   // [rows + 1]: the chunk that each row lies in, ascending; -1 past the last
+  int64_t rows;
+  int64_t value_dim;
+  const float* weights;  // [heads, weights_stride]
+  int64_t weights_stride;
+  int64_t heads;
+  double* sums;  // [heads, sums_stride]
+  int64_t sums_stride;
+};
+
 // Inclusion probabilities of the shared sample over n rows (a multiple of kBlockRows).
 struct IncludeTile {
   const uint32_t* weights;  // [heads, weights_stride]
@@ -70,6 +83,7 @@ struct KernelTable {
   void (*fold)(const float* from, int64_t n, double factor, double* to);
   void (*score[kDtypes])(const ScoreTile&);
   void (*accumulate[kDtypes])(const AccumulateTile&);
+  void (*gather[kDtypes])(const GatherTile&);
   // x = cap * tanh(x / cap) in place, n a multiple of kPadFloats.
   void (*softcap)(float* x, int64_t n, float cap);
   // Largest of n numbers (a multiple of kPadFloats): NaN if any is.

@@ -42,10 +42,7 @@ void Scorer::list(const ChunkTask& task, AttendedRows* attended) const {
 RowsAhead Scorer::keys_ahead() const {
   if (!listed_) return {};
   const AttendedRows& attended = lists_[current_];
-  return {.data = step_.params.k.data,
-          .offsets = attended.key_offsets,
-          .rows = attended.count,
-          .row_bytes = step_.shape.head_dim * element_size(step_.shape.dtype)};
+  return {.data = step_.params.k.data, .offsets = attended.key_offsets, .rows = attended.count};
 }
 
 // Moves the scores of the attended rows to their places and applies the mask.
@@ -75,10 +72,7 @@ const AttendedRows& Scorer::score(const ChunkTask& task, const ChunkTask* next, 
   if (listed_) list(*next, &lists_[current_]);
   RowsAhead ahead = keys_ahead();
   if (reads_values_) {
-    ahead = {.data = params.v.data,
-             .offsets = attended.value_offsets,
-             .rows = attended.count,
-             .row_bytes = step_.shape.value_dim * element_size(step_.shape.dtype)};
+    ahead = {.data = params.v.data, .offsets = attended.value_offsets, .rows = attended.count};
   }
   const int64_t group = step_.group_size();
   const int64_t head = step_.first_head(task.group);

@@ -264,8 +264,7 @@ void check_tiles(const KernelTable& kernels) {
         for (int64_t i = 0; i < sums.size; ++i) sums[i] = 0.0f;
         for (int64_t i = 0; i < rows; ++i) offsets[i] = (rows - 1 - i) * dim;
         // Ahead are other rows, more and fewer than the tile has: they may be asked for, not read.
-        const RowsAhead ahead = {x.data.get(), offsets.data.get(), rows / 2,
-                                 dim * static_cast<int64_t>(sizeof(T))};
+        const RowsAhead ahead = {x.data.get(), offsets.data.get(), rows / 2};
         kernels.score[dtype]({.q = q.data.get(),
                               .q_stride = stride,
                               .heads = heads,
