@@ -24,6 +24,9 @@ STABLE_TORCH_LIBRARY(santa, m) {
   // words: the floor that benchmarks measure against.
   m.def("read_through(Tensor x) -> int");
 
+  // Asks the system for huge pages under a contiguous CPU tensor that is not written yet: a hint.
+  m.def("prefer_huge_pages(Tensor x) -> ()");
+
   // Switches the timing of the CPU backend's stages on or off and returns the seconds spent in each since the last
   // call, summed over threads: "score=1.2e-3 softmax=...".
   m.def("time_stages(bool on) -> str");

@@ -4,14 +4,11 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "huge_pages.h"
 
 namespace santa::cpu {
 namespace {
 
-constexpr int64_t kHugePage = int64_t{1} << 21;
 constexpr int64_t kPage = 4096;
 
 }  // namespace
@@ -32,9 +29,7 @@ std::byte* Workspace::reserve(int64_t bytes) {
     throw std::runtime_error("santa: cannot allocate " + std::to_string(size) + " bytes of scratch memory");
   }
   size_ = size;
-#if defined(__linux__)
-  if (alignment == kHugePage) madvise(data_, size, MADV_HUGEPAGE);  // a hint: refusal costs time, not results
-#endif
+  prefer_huge_pages(data_, size);
   return data_;
 }
 

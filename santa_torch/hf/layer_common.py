@@ -190,10 +190,12 @@ class SantaLayerBase(CacheLayerMixin):
 def new_buffer(like: torch.Tensor, rows: int, *, zero: bool) -> torch.Tensor:
     """``[B, H, rows, D]`` with the other sizes, dtype and device of ``like`` ``[B, H, *, D]``."""
     batch, heads, _, dim = like.shape
-    make = like.new_zeros if zero else like.new_empty
     # Tensors made in inference mode could not be appended to outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        return make(batch, heads, rows, dim)
+        buffer = like.new_empty(batch, heads, rows, dim)
+        if buffer.device.type == "cpu" and not torch.compiler.is_compiling():
+            torch.ops.santa.prefer_huge_pages(buffer)
+        return buffer.zero_() if zero else buffer
 
 
 def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:

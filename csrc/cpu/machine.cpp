@@ -1,4 +1,4 @@
-// Measures of the machine itself, for benchmarks.
+// What concerns the machine rather than attention: its memory and its clock.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../check.h"
+#include "huge_pages.h"
 #include "kernels.h"
 #include "stage_timer.h"
 #include "torch_side.h"
@@ -44,6 +45,15 @@ int64_t read_through_op(const Tensor& x) {
   return static_cast<int64_t>(all.load());
 }
 
+void prefer_huge_pages_op(Tensor x) {
+  const std::string op = "santa::prefer_huge_pages";
+  check_given(op, "x", x);
+  if (!x.is_cpu() || !x.is_contiguous()) {
+    fail(op, "x must be a contiguous tensor on the CPU, got ", dtype_text(x), " ", shape_text(x));
+  }
+  prefer_huge_pages(x.mutable_data_ptr(), x.numel() * static_cast<int64_t>(x.element_size()));
+}
+
 std::string time_stages_op(bool on) {
   StageTimes::set_enabled(on);
   return StageTimes::take();
@@ -52,7 +62,10 @@ std::string time_stages_op(bool on) {
 }  // namespace
 }  // namespace santa::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) { m.impl("read_through", TORCH_BOX(&santa::cpu::read_through_op)); }
+STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) {
+  m.impl("read_through", TORCH_BOX(&santa::cpu::read_through_op));
+  m.impl("prefer_huge_pages", TORCH_BOX(&santa::cpu::prefer_huge_pages_op));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(santa, CompositeExplicitAutograd, m) {
   m.impl("time_stages", TORCH_BOX(&santa::cpu::time_stages_op));
