@@ -99,11 +99,11 @@ const char* method_name(Method method) {
 }
 
 Method parse_method(const std::string& name, const std::string& op) {
-  std::string known;
   for (const Method method : kMethods) {
     if (name == method_name(method)) return method;
-    known += (known.empty() ? "" : ", ") + std::string(method_name(method));
   }
+  std::string known;
+  for (const Method method : kMethods) known += (known.empty() ? "" : ", ") + std::string(method_name(method));
   throw std::invalid_argument(op + ": method must be one of " + known + "; got '" + name + "'");
 }
 

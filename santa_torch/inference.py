@@ -25,6 +25,15 @@ class _NoBackward(torch.autograd.Function):
         )
 
 
+def gradients_asked(*sources: torch.Tensor | None) -> bool:
+    """Whether autograd would follow what is computed from ``sources``."""
+    if torch.is_grad_enabled():
+        for source in sources:  # any() over a generator takes twice as long
+            if source is not None and source.requires_grad:
+                return True
+    return False
+
+
 def inference_only(result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
     """Tie ``result`` to ``sources`` so that a backward pass through it raises.
 
@@ -40,7 +49,7 @@ def inference_only(result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor
     Tensor
         ``result`` itself where no gradient is asked for, else a view of it.
     """
-    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+    if gradients_asked(*sources):
         guarded: torch.Tensor = _NoBackward.apply(result, *sources)
         return guarded
     return result

@@ -177,8 +177,8 @@ def draw(
     """What each head drew, per sequence; ``"shared"``: what each KV head drew."""
     _check(method, samples)
     batch, heads, _ = weights.shape
-    seeds = _as_tensor("seed", seed, weights.device).expand(batch).tolist()
-    positions = _as_tensor("position", position, weights.device).expand(batch).tolist()
+    seeds = _as_tensor("seed", seed, weights).expand(batch).tolist()
+    positions = _as_tensor("position", position, weights).expand(batch).tolist()
     shared = method == "shared"
     density = inclusion(weights, samples, kv_heads, row_mass) if shared else weights
     group = heads // density.shape[1]

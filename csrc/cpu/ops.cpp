@@ -31,12 +31,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_op(
   params.draw =
       check_draw(op, method, samples, seed, position, layer, head_offset, shape.batch, shape.query_heads, q);
 
-  Tensor out = empty(q, {shape.batch, shape.query_heads, shape.value_dim}, q.scalar_type());
-  Tensor lse = empty(q, {shape.batch, shape.query_heads}, ScalarType::Float);
+  Tensor out = empty({shape.batch, shape.query_heads, shape.value_dim}, q.scalar_type());
+  Tensor lse = empty({shape.batch, shape.query_heads}, ScalarType::Float);
   const int64_t kept = return_stats ? shape.batch : 0;
-  Tensor key_rows = empty(q, {kept, shape.kv_heads}, ScalarType::Long);
-  Tensor value_rows = empty(q, {kept, shape.kv_heads}, ScalarType::Long);
-  Tensor squared_error = empty(q, {kept, shape.query_heads}, ScalarType::Float);
+  Tensor key_rows = empty({kept, shape.kv_heads}, ScalarType::Long);
+  Tensor value_rows = empty({kept, shape.kv_heads}, ScalarType::Long);
+  Tensor squared_error = empty({kept, shape.query_heads}, ScalarType::Float);
   params.out = out.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr<float>();
   if (return_stats) {
@@ -53,8 +53,8 @@ std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optio
                                     std::optional<double> softcap) {
   const CheckedDecode checked = check_decode("santa::score", q, k, nullptr, scale, mask, seq_lens, softcap);
   const DecodeShape& shape = checked.params.shape;
-  Tensor scores = empty(q, {shape.batch, shape.query_heads, shape.rows}, ScalarType::Float);
-  Tensor maxima = empty(q, {shape.batch, shape.query_heads}, ScalarType::Float);
+  Tensor scores = empty({shape.batch, shape.query_heads, shape.rows}, ScalarType::Float);
+  Tensor maxima = empty({shape.batch, shape.query_heads}, ScalarType::Float);
   score(checked.params, scores.mutable_data_ptr<float>(), maxima.mutable_data_ptr<float>(), torch_parallel_for);
   return {scores, maxima};
 }

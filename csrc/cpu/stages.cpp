@@ -43,7 +43,7 @@ Tensor weigh_op(const Tensor& scores_in, const Tensor& maxima_in) {
   const Tensor scores = torch::stable::contiguous(scores_in);
   const Tensor maxima = torch::stable::contiguous(maxima_in);
   const int64_t rows = scores.size(2);
-  Tensor weights = empty(scores, {scores.size(0), scores.size(1), rows}, ScalarType::Int);
+  Tensor weights = empty({scores.size(0), scores.size(1), rows}, ScalarType::Int);
   const float* from = scores.const_data_ptr<float>();
   const float* largest = maxima.const_data_ptr<float>();
   int32_t* to = weights.mutable_data_ptr<int32_t>();
@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
   const int64_t capacity = std::min(rows, draw_capacity(shared, samples, group));
   Tensor out_rows = torch::stable::new_zeros(weights, {batch, draw_heads, capacity}, ScalarType::Long);
   Tensor out_counts = torch::stable::new_zeros(weights, {batch, draw_heads, capacity}, ScalarType::Int);
-  Tensor num_rows = empty(weights, {batch, draw_heads}, ScalarType::Int);
+  Tensor num_rows = empty({batch, draw_heads}, ScalarType::Int);
   int64_t* to_rows = out_rows.mutable_data_ptr<int64_t>();
   int32_t* to_counts = out_counts.mutable_data_ptr<int32_t>();
   int32_t* to_num = num_rows.mutable_data_ptr<int32_t>();
@@ -240,7 +240,7 @@ Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Ten
       }
     }
   }
-  Tensor out = empty(coefficients, {batch, heads, values.shape.value_dim}, ScalarType::Float);
+  Tensor out = empty({batch, heads, values.shape.value_dim}, ScalarType::Float);
   float* to = out.mutable_data_ptr<float>();
   const float* coefficient = coefficients.const_data_ptr<float>();
   const int64_t heads_per_list = heads / row_heads;

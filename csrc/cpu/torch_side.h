@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <functional>
 #include <initializer_list>
 
@@ -20,9 +21,24 @@ inline void torch_parallel_for(int64_t n, int64_t grain, const std::function<voi
   });
 }
 
-inline torch::stable::Tensor empty(const torch::stable::Tensor& like, std::initializer_list<int64_t> sizes,
-                                   torch::headeronly::ScalarType dtype) {
-  return torch::stable::new_empty(like, sizes, dtype);
+// A contiguous tensor with undefined contents, straight from the allocator: the dispatcher would look up an
+// operator by name and box its arguments, which takes longer than the smallest decode step.
+inline torch::stable::Tensor empty(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype) {
+  constexpr size_t kMaxDims = 3;
+  STD_TORCH_CHECK(sizes.size() <= kMaxDims, "santa: a result of more than ", kMaxDims, " dimensions");
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;
+  bool overflow = false;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    overflow |= __builtin_mul_overflow(stride, std::max<int64_t>(sizes.begin()[d], 1), &stride);
+  }
+  STD_TORCH_CHECK(!overflow, "santa: a result would have 2^63 elements or more");
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
+                                                         strides, code, aoti_torch_device_type_cpu(), 0, &handle));
+  return torch::stable::Tensor(handle);
 }
 
 }  // namespace santa::cpu
