@@ -97,7 +97,9 @@ class DenseWorker {
     for (int64_t c = 0; c < step_.chunks_of(group); ++c) {
       const float chunk_maximum = step_.chunk_maxima(head)[c];
       if (chunk_maximum == kNegativeInfinity) continue;
-      const double factor = std::exp(static_cast<double>(chunk_maximum) - static_cast<double>(maximum));
+      const double factor = chunk_maximum == maximum
+                                ? 1.0
+                                : std::exp(static_cast<double>(chunk_maximum) - static_cast<double>(maximum));
       total += factor * static_cast<double>(partial_sum(head, c));
       if (factor == 0.0) {
         add_nan(partial_out(head, c));
@@ -106,7 +108,10 @@ class DenseWorker {
       }
     }
     const double lse = static_cast<double>(maximum) + std::log(total);
-    const double row_mass = share_of_rows(lse, static_cast<double>(step_.sinks[head % step_.shape.query_heads]));
+    double row_mass = 1.0;
+    if (step_.sinks.present()) {
+      row_mass = share_of_rows(lse, static_cast<double>(step_.sinks[head % step_.shape.query_heads]));
+    }
     step_.results.write(head, maximum, sums_.data(), row_mass / total, lse);
   }
 

@@ -17,9 +17,9 @@ class Cursor {
  public:
   explicit Cursor(const Density& density) : density_(density) {}
 
-  // Moves to the row with prefix before it <= threshold < prefix with it. The threshold is below the total.
+  // Moves on to the row with prefix before it <= threshold < prefix with it. The threshold is below the total and
+  // not below row_end().
   void advance(uint64_t threshold) {
-    if (threshold < end_) return;
     if (threshold >= chunk_start_ + density_.chunk_sums[chunk_]) {
       do {
         chunk_start_ += density_.chunk_sums[chunk_++];
@@ -65,15 +65,18 @@ class Collector {
 
   // Returns whether the row is a new one.
   bool add(uint64_t threshold) {
-    cursor_.advance(threshold);
-    if (!sample_->rows.empty() && sample_->rows.back() == cursor_.row()) {
+    if (threshold < cursor_.row_end()) {
       ++sample_->counts.back();
       return false;
     }
+    cursor_.advance(threshold);
     sample_->rows.push_back(cursor_.row());
     sample_->counts.push_back(1);
     return true;
   }
+
+  // How many thresholds fall on the row that was added last.
+  void set_count(int32_t count) { sample_->counts.back() = count; }
 
   const Cursor& cursor() const { return cursor_; }
 
@@ -111,9 +114,26 @@ void draw_stratified(int64_t samples, uint64_t total, const DrawKey& key, bool w
   }
 }
 
-void draw_systematic(int64_t samples, uint64_t total, const DrawKey& key, Collector* collector) {
+// Thresholds are those of stratum_threshold, each from the one before: divisions would take most of the time.
+void draw_systematic(uint64_t samples, uint64_t total, const DrawKey& key, Collector* collector) {
   const uint64_t u = multiply_high(random64(key, 0), total);
-  for (int64_t m = 0; m < samples; ++m) collector->add(stratum_threshold(m, samples, total, u));
+  const uint64_t step = total / samples;
+  const uint64_t step_rest = total % samples;
+  uint64_t threshold = u / samples;
+  uint64_t rest = u % samples;
+  for (uint64_t m = 0; m < samples;) {
+    collector->add(threshold);
+    const uint64_t end = collector->cursor().row_end();
+    int32_t count = 0;
+    do {
+      rest += step_rest;
+      const bool carry = rest >= samples;
+      threshold += step + (carry ? 1 : 0);
+      rest -= carry ? samples : 0;
+      ++count;
+    } while (++m < samples && threshold < end);
+    collector->set_count(count);
+  }
 }
 
 void draw_shared(uint64_t total, const DrawKey& key, Collector* collector) {
@@ -166,7 +186,7 @@ void draw(Method method, int64_t samples, const Density& density, const DrawKey&
       draw_stratified(samples, total, key, want_slack, &collector, sample);
       break;
     case Method::kSystematic:
-      draw_systematic(samples, total, key, &collector);
+      draw_systematic(static_cast<uint64_t>(samples), total, key, &collector);
       break;
     case Method::kShared:
       draw_shared(total, key, &collector);

@@ -7,13 +7,7 @@
 
 namespace santa::cpu {
 Gatherer::Gatherer(const RowAddress& v, int64_t value_dim, Dtype dtype, const KernelTable& kernels)
-    : v_(v),
-      value_dim_(value_dim),
-      value_stride_(pad(value_dim)),
-      dtype_(dtype),
-      kernels_(kernels),
-      row_(value_dim),
-      mean_(value_dim) {}
+    : v_(v), value_dim_(value_dim), value_stride_(pad(value_dim)), dtype_(dtype), kernels_(kernels) {}
 
 void Gatherer::gather(int64_t b, int64_t kv_head, const int64_t* rows, int64_t n, const float* coefficients,
                       int64_t coefficient_stride, int64_t heads) {
@@ -82,7 +76,8 @@ double Gatherer::squared_error(int64_t b, int64_t kv_head, const int64_t* rows, 
     std::fill(row_.begin(), row_.end(), 0.0);
   };
   double total = 0.0;
-  std::fill(mean_.begin(), mean_.end(), 0.0);
+  row_.resize(value_dim_);
+  mean_.assign(value_dim_, 0.0);
   for (int64_t i = 0; i < n; ++i) {
     if (slack[i] == 0.0) continue;
     load(i);

@@ -12,24 +12,28 @@
 
 namespace santa::cpu {
 
-// The sinks of a step in fp32: -inf, hence without effect, where there are none.
+// The sinks of a step in fp32; -inf, hence without effect, where there are none. Without any, who asks present()
+// first is spared the logarithms and exponentials that would come to nothing.
 class Sinks {
  public:
-  Sinks(const SinkParams& params, int64_t query_heads) : logits_(query_heads, kNegativeInfinity) {
+  Sinks(const SinkParams& params, int64_t query_heads) {
     if (params.data == nullptr) return;
+    logits_.resize(query_heads);
     with_dtype(params.dtype, [&](auto type) {
       const auto* from = static_cast<const decltype(type)*>(params.data);
       for (int64_t h = 0; h < query_heads; ++h) logits_[h] = to_float(from[h * params.stride]);
     });
   }
 
-  float operator[](int64_t head) const { return logits_[head]; }
+  bool present() const { return !logits_.empty(); }
+
+  float operator[](int64_t head) const { return present() ? logits_[head] : kNegativeInfinity; }
 
   // NaN or +inf among the logits of a softmax makes it NaN.
-  bool undefined(int64_t head) const { return !(logits_[head] < std::numeric_limits<float>::infinity()); }
+  bool undefined(int64_t head) const { return !((*this)[head] < std::numeric_limits<float>::infinity()); }
 
  private:
-  std::vector<float> logits_;  // [Hq]
+  std::vector<float> logits_;  // [Hq], or empty
 };
 
 // Writes what a step returns, head by head; `head` counts over the batch, [B, Hq].
@@ -42,7 +46,7 @@ class Results {
   void write(int64_t head, float maximum, const double* values, double factor, double lse) const {
     if (!is_live(maximum)) return write_degenerate(head, maximum);
     write_out(head, values, factor);
-    params_.lse[head] = static_cast<float>(add_sink(lse, sink(head)));
+    params_.lse[head] = static_cast<float>(sinks_.present() ? add_sink(lse, sink(head)) : lse);
   }
 
   // Nothing attended: output 0, and the sink alone in the log-sum-exp. NaN or +inf among the logits: NaN, as

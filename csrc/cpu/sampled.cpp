@@ -65,6 +65,8 @@ class SampledWorker {
       uint64_t total = 0;
       for (int64_t c = 0; c < step_.chunks_of(group); ++c) total += weight_sums(head)[c];
       totals()[head] = total;
+      row_mass()[head] = 1.0f;
+      if (!step_.sinks.present()) continue;
       const double sink = static_cast<double>(step_.sinks[head % step_.shape.query_heads]);
       row_mass()[head] = static_cast<float>(share_of_rows(lse_of_rows(head), sink));
     }
