@@ -25,9 +25,24 @@ void check_last_stride(const std::string& op, const char* name, const Tensor& te
   }
 }
 
+// Comparisons of torch's own codes: turning each into an enumerator, to compare those, takes a chain of calls.
+bool same_device(const Tensor& a, const Tensor& b) {
+  int32_t types[2];
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &types[0]));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &types[1]));
+  return types[0] == types[1] && a.get_device_index() == b.get_device_index();
+}
+
+bool same_dtype(const Tensor& a, const Tensor& b) {
+  int32_t codes[2];
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.get(), &codes[0]));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(b.get(), &codes[1]));
+  return codes[0] == codes[1];
+}
+
 void check_device(const std::string& op, const char* name, const Tensor& tensor, const Tensor& q) {
   check_given(op, name, tensor);
-  if (tensor.device() != q.device()) {
+  if (!same_device(tensor, q)) {
     const auto text = [](const Tensor& t) {
       return t.is_cpu()    ? std::string("cpu")
              : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
@@ -52,7 +67,7 @@ Dtype check_dtype(const std::string& op, const char* name, const Tensor& tensor)
 }
 
 void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const Tensor& q) {
-  if (tensor.scalar_type() != q.scalar_type()) {
+  if (!same_dtype(tensor, q)) {
     fail(op, name, " must have the dtype of q (", dtype_text(q), "), got ", dtype_text(tensor));
   }
 }

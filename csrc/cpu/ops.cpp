@@ -18,7 +18,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_op(
+std::tuple<Output::Handle, Output::Handle, Output::Handle, Output::Handle, Output::Handle> decode_op(
     const Tensor& q, const Tensor& k, const Tensor& v, int64_t samples, const Text& method,
     std::optional<double> scale, const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens,
     std::optional<double> softcap, const std::optional<Tensor>& sinks, const Tensor& seed,
@@ -31,21 +31,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_op(
   params.draw =
       check_draw(op, method, samples, seed, position, layer, head_offset, shape.batch, shape.query_heads, q);
 
-  Tensor out = empty({shape.batch, shape.query_heads, shape.value_dim}, q.scalar_type());
-  Tensor lse = empty({shape.batch, shape.query_heads}, ScalarType::Float);
+  Output out({shape.batch, shape.query_heads, shape.value_dim}, q.scalar_type());
+  Output lse({shape.batch, shape.query_heads}, ScalarType::Float);
   const int64_t kept = return_stats ? shape.batch : 0;
-  Tensor key_rows = empty({kept, shape.kv_heads}, ScalarType::Long);
-  Tensor value_rows = empty({kept, shape.kv_heads}, ScalarType::Long);
-  Tensor squared_error = empty({kept, shape.query_heads}, ScalarType::Float);
-  params.out = out.mutable_data_ptr();
-  params.lse = lse.mutable_data_ptr<float>();
+  Output key_rows({kept, shape.kv_heads}, ScalarType::Long);
+  Output value_rows({kept, shape.kv_heads}, ScalarType::Long);
+  Output squared_error({kept, shape.query_heads}, ScalarType::Float);
+  params.out = out.data<void>();
+  params.lse = lse.data<float>();
   if (return_stats) {
-    params.key_rows = key_rows.mutable_data_ptr<int64_t>();
-    params.value_rows = value_rows.mutable_data_ptr<int64_t>();
-    params.squared_error = squared_error.mutable_data_ptr<float>();
+    params.key_rows = key_rows.data<int64_t>();
+    params.value_rows = value_rows.data<int64_t>();
+    params.squared_error = squared_error.data<float>();
   }
   decode(params, torch_parallel_for);
-  return {out, lse, key_rows, value_rows, squared_error};
+  return {out.release(), lse.release(), key_rows.release(), value_rows.release(), squared_error.release()};
 }
 
 std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optional<double> scale,

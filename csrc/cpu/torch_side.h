@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <functional>
 #include <initializer_list>
+#include <memory>
 
 #include "denormals.h"
 
@@ -23,7 +24,7 @@ inline void torch_parallel_for(int64_t n, int64_t grain, const std::function<voi
 
 // A contiguous tensor with undefined contents, straight from the allocator: the dispatcher would look up an
 // operator by name and box its arguments, which takes longer than the smallest decode step.
-inline torch::stable::Tensor empty(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype) {
+inline AtenTensorHandle empty_handle(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype) {
   constexpr size_t kMaxDims = 3;
   STD_TORCH_CHECK(sizes.size() <= kMaxDims, "santa: a result of more than ", kMaxDims, " dimensions");
   int64_t strides[kMaxDims];
@@ -38,7 +39,39 @@ inline torch::stable::Tensor empty(std::initializer_list<int64_t> sizes, torch::
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
                                                          strides, code, aoti_torch_device_type_cpu(), 0, &handle));
-  return torch::stable::Tensor(handle);
+  return handle;
 }
+
+inline torch::stable::Tensor empty(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype) {
+  return torch::stable::Tensor(empty_handle(sizes, dtype));
+}
+
+// An output of an operator, handed to the dispatcher as the handle that it is: a Tensor would first be copied into
+// a second one.
+class Output {
+ public:
+  // What the dispatcher takes over. A type of its own, since torch still has a global function for bare handles.
+  struct Handle {
+    AtenTensorHandle handle;
+  };
+
+  Output(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype)
+      : handle_(empty_handle(sizes, dtype)) {}
+
+  template <class T>
+  T* data() const {
+    void* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle_.get(), &data));
+    return static_cast<T*>(data);
+  }
+
+  Handle release() { return {handle_.release()}; }
+
+ private:
+  struct Delete {
+    void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+  };
+  std::unique_ptr<AtenTensorOpaque, Delete> handle_;
+};
 
 }  // namespace santa::cpu
