@@ -323,7 +323,7 @@ def test_too_much_memory_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["samples", "layer", "head_offset"])
-@pytest.mark.parametrize("value", [True, 3.0, "3", 2**63, None])
+@pytest.mark.parametrize("value", [True, 3.0, "3", 2**63, None, False, 0.0])
 def test_integers_must_be_integers(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         santa_torch.decode(q, k, v, **{"samples": 3, name: value})
