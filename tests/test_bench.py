@@ -326,6 +326,22 @@ def test_results(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "\r" not in shown.out + shown.err
 
 
+def test_stages(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--stages"]) == 0
+    out = capsys.readouterr().out
+    header = out.split("  stages, ms of all threads over their number\n")[1].splitlines()[0]
+    assert {"score", "softmax", "draw", "gather"} < set(header.split())
+    result = json.loads((Path(arguments[-1]) / "results.json").read_text())
+    ours = [row for row in result["cases"][0]["variants"] if row["method"]]
+    assert ours
+    for row in ours:
+        known = {"score", "softmax"} | (
+            {"accumulate", "merge"} if row["method"] == "dense" else {"draw", "gather"}
+        )
+        assert known <= set(row["stages_ms"]), row["name"]
+        assert all(ms > 0 for ms in row["stages_ms"].values())
+
+
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "santa_torch", "bench", *ARGUMENTS, "--peers", "grouped"]
     done = subprocess.run(

@@ -402,6 +402,18 @@ def test_growth_and_scratch() -> None:
     assert own.scratch_bytes(Case(rows=8192), "shared") > 8 * 8192
 
 
+def test_growth_of_draw_and_gather() -> None:
+    name = own.label("shared", 128)
+    short = _result(Case(rows=8192), {name: 1.0})
+    long = _result(Case(rows=2**20), {name: 120.0})
+    text = f"{name}: draw and gather, time per row at 1M rows over that at 8k"
+    assert text not in {verdict.text for verdict in targets.judge([short, long])}
+    short.rows[0].stages = {"score": 1.0, "draw": 2.0, "gather": 2.0}
+    long.rows[0].stages = {"score": 900.0, "draw": 60.0, "gather": 4.0}
+    found = {verdict.text: verdict for verdict in targets.judge([short, long])}
+    assert found[text].measured == pytest.approx(16 / 128)
+
+
 def test_models_are_judged_against_the_fastest_short_step() -> None:
     ms = {"santa": 40.0, "sdpa": 160.0, "eager": 80.0, "short-santa": 39.0, "short-sdpa": 32.0}
     times = {key: Times({r: [value / 1e3] for r in range(4)}) for key, value in ms.items()}

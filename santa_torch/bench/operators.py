@@ -99,6 +99,10 @@ def run_case(
         variants = [item.variant for item in ours]
         variants += [peer.variant for _, peer in built if peer.variant.name not in reasons]
         _measure(adjust(variants), chosen.sets, settings, watch, result)
+        for item in ours:
+            row = _row(result, item.variant.name)
+            if row is not None and item.method:
+                row.stages = own.stages(item.variant, chosen.sets, case.threads)
     finally:
         for _, peer in built:
             peer.close()

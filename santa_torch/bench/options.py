@@ -61,6 +61,7 @@ class Options:
     wait: float
     seed: int
     memory: int | None
+    stages: bool
     out: Path
 
 
@@ -104,6 +105,7 @@ def parse(argv: Sequence[str]) -> Options:
         wait=WAIT[pace] if given.wait is None else given.wait,
         seed=given.seed,
         memory=None if given.memory is None else int(given.memory * cases.GIB),
+        stages=given.stages,
         out=given.out,
     )
 
@@ -176,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--wait", type=_seconds, metavar="SECONDS", help="at most, for a quiet machine")
     add("--seed", type=int, default=0, metavar="N", help="of the order of the variants (0)")
     add("--memory", type=_gibibytes, metavar="GIB", help="that may be used (70 %% of what is free)")
+    add("--stages", action="store_true", help="print where our variants spend their time")
     add("--out", type=Path, metavar="DIR", default=Path("out/bench"), help="for tables and plots")
     return parser
 

@@ -65,6 +65,26 @@ def own_variants(case: Case, inputs: Inputs) -> Iterator[Own]:
             yield _decode(inputs, method, None if method == "dense" else usual, level)
 
 
+def stages(variant: Variant, sets: int, threads: int) -> dict[str, float]:
+    """Milliseconds of a call in each stage, of all threads together over their number.
+
+    A few calls of their own, apart from those that are timed: the clock costs some of the time.
+    """
+    calls = min(sets, 4)
+    variant.prepare()
+    try:
+        variant.run(0)
+        torch.ops.santa.time_stages(True)
+        for index in range(calls):
+            variant.run(index)
+    finally:
+        text = torch.ops.santa.time_stages(False)
+        variant.rest()
+    pairs = (pair.split("=") for pair in text.split())
+    spent = {name: 1e3 * float(seconds) / calls / threads for name, seconds in pairs}
+    return {name: milliseconds for name, milliseconds in spent.items() if milliseconds}
+
+
 def scratch_bytes(case: Case, method: str) -> int | None:
     """Bytes of scratch that a call plans; None where this build does not tell."""
     plan = getattr(_load.C, "plan_cpu", None)

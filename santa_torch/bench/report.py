@@ -51,6 +51,19 @@ def case_table(result: CaseResult) -> str:
     return "\n".join([title, aligned(lines), *strongest, *disturbed(result.disturbance)])
 
 
+def stages_table(result: CaseResult) -> str:
+    """Where our variants of a case spend their time; "" where none was measured."""
+    rows = [row for row in result.rows if row.stages]
+    if not rows:
+        return ""
+    names = list(dict.fromkeys(name for row in rows for name in row.stages))
+    lines = [["", *names]]
+    for row in rows:
+        cells = [milliseconds(row.stages[name]) if name in row.stages else "" for name in names]
+        lines.append([row.name, *cells])
+    return "\n".join(["  stages, ms of all threads over their number", aligned(lines)])
+
+
 def _line(result: CaseResult, row: Row, peer: Row | None) -> list[str]:
     if not row.times.seconds:
         return [row.name, "-", "", "", "", "", "", "", row.note]

@@ -30,6 +30,8 @@ class Row:
         Versions, or why there are no times.
     scratch_bytes : int or None
         Of ours, where the build tells.
+    stages : dict of str to float
+        Of ours: milliseconds of a call in each stage, of all threads together over their number.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Row:
     error: float | None = None
     note: str = ""
     scratch_bytes: int | None = None
+    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def ms(self) -> float | None:
@@ -120,6 +123,7 @@ class CaseResult:
                     "speed_up": _plain(self.ratio(dense, row.name)),
                     "speed_up_over_peer": _plain(self.ratio(peer.name, row.name) if peer else None),
                     "relative_rms_error": row.error,
+                    "stages_ms": row.stages,
                     "scratch_bytes": row.scratch_bytes,
                     "note": row.note,
                     "error": row.times.error,

@@ -75,7 +75,7 @@ class _Session:
         for case in options.cases:
             self.results.append(CaseResult(self._with_levels(case)))
             run_case(self.results[-1], settings, self.watch)
-            print(report.case_table(self.results[-1]), end="\n\n", flush=True)
+            print(self._table(self.results[-1]), end="\n\n", flush=True)
             self.write()
             gc.collect()  # sets and sessions of this case before the next one is planned
 
@@ -111,7 +111,7 @@ class _Session:
     def write(self) -> list[Any]:
         """Write all files as they stand."""
         document = self.document()
-        tables = [report.case_table(result) for result in self.results]
+        tables = [self._table(result) for result in self.results]
         tables += [report.model_table(model) for model in self.models]
         table = "\n\n".join([report.heading(self.facts).strip(), *tables, self.closing()])
         files: dict[str, str | Callable[..., bool]] = {
@@ -124,6 +124,10 @@ class _Session:
             draw = partial(plots.draw, self.results)
             files |= {"bench.png": draw, "bench.svg": draw}
         return report.write(self.options.out, files)
+
+    def _table(self, result: CaseResult) -> str:
+        stages = report.stages_table(result) if self.options.stages else ""
+        return report.case_table(result) + (f"\n{stages}" if stages else "")
 
     def _with_levels(self, case: Case) -> Case:
         """Levels to compare: those of the full suite where there are any, given ones as given."""

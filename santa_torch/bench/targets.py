@@ -14,6 +14,9 @@ from santa_torch.bench.cases import Case
 from santa_torch.bench.own import DENSE, FLOOR, label
 from santa_torch.bench.results import CaseResult, ModelResult
 
+#: Stages whose cost should follow S rather than the rows.
+_DRAWING = ("draw", "gather")
+
 Figure = Callable[[CaseResult, Sequence[CaseResult]], float | None]
 
 
@@ -148,6 +151,20 @@ def growth(name: str) -> Figure:
     return figure
 
 
+def stage_growth(name: str) -> Figure:
+    """Time of drawing and gathering at the longest cache over that at 8,192 rows, per row."""
+
+    def figure(result: CaseResult, results: Sequence[CaseResult]) -> float | None:
+        spent: list[float] = []
+        for rows in (result.case.rows, 8192):
+            same = (r for r in results if _like(r.case, result.case) and r.case.rows == rows)
+            row = next((found for r in same if (found := r.row(name))), None)
+            spent.append(sum(row.stages.get(stage, 0.0) for stage in _DRAWING) if row else 0.0)
+        return spent[0] / spent[1] * 8192 / result.case.rows if all(spent) else None
+
+    return figure
+
+
 def scratch(method: str) -> Figure:
     """Scratch bytes of a method over (G + 2) / D of the KV bytes."""
 
@@ -219,6 +236,9 @@ def _targets() -> Iterator[Target]:
         million = lambda case: case.standard and case.rows >= 2**20  # noqa: E731
         text = f"{own}: time per row at 1M rows over that at 8k"
         yield Target(text, 1.1, False, million, growth(own))
+        if own != DENSE:
+            text = f"{own}: draw and gather, time per row at 1M rows over that at 8k"
+            yield Target(text, 0.5, False, million, stage_growth(own))
 
 
 TARGETS = tuple(_targets())

@@ -4,9 +4,12 @@
 // written past the last row is caught, at every level, dtype and tail. Results are compared with a plain loop in
 // double. Prints "ok" and the number of steps; the first failure ends the program with 1.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -247,6 +250,92 @@ void check_shapes(const char* level) {
   check_steps<T>({1, 2, 71, 40, 8, 8, true, false, false}, level);
 }
 
+// Sums of rows in chunks of three: fp32 within a chunk, fp64 between.
+template <class T>
+void check_gather(const KernelTable& kernels, Block<T>& x, Block<int64_t>& offsets, Block<float>& weights,
+                  int64_t dim, int64_t heads) {
+  const int64_t rows = offsets.size;
+  Block<int64_t> chunks(rows + 1);
+  for (int64_t i = 0; i < rows; ++i) chunks[i] = i / 3;
+  chunks[rows] = -1;
+  Block<double> sums(heads * pad(dim));
+  for (int64_t i = 0; i < sums.size; ++i) sums[i] = 12345.0;
+  kernels.gather[static_cast<int>(dtype_of<T>())]({.values = x.data.get(),
+                                                   .offsets = offsets.data.get(),
+                                                   .chunks = chunks.data.get(),
+                                                   .rows = rows,
+                                                   .value_dim = dim,
+                                                   .weights = weights.data.get(),
+                                                   .weights_stride = rows,
+                                                   .heads = heads,
+                                                   .sums = sums.data.get(),
+                                                   .sums_stride = pad(dim)});
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t d = 0; d < dim; ++d) {
+      double expected = 0.0;
+      for (int64_t begin = 0; begin < rows; begin += 3) {
+        float chunk = 0.0f;
+        for (int64_t i = begin; i < std::min(rows, begin + 3); ++i)
+          chunk = std::fma(weights[h * rows + i], to_float(x[offsets[i] + d]), chunk);
+        expected += static_cast<double>(chunk);
+      }
+      // The generic level has no fused multiply-add: it rounds once more.
+      CHECK(std::fabs(sums[h * pad(dim) + d] - expected) < 1e-6 * (1 + std::fabs(expected)), "gather");
+    }
+  }
+}
+
+// Conversions agree to the bit with those of convert.h, specials and tails among them.
+template <class T>
+void check_conversions(const KernelTable& kernels) {
+  const int dtype = static_cast<int>(dtype_of<T>());
+  const float specials[] = {0.0f,     -0.0f,     1.0f,      -2.5f,         65504.0f,    65519.9f, 65520.0f,
+                            1e-8f,    6e-8f,     -5.96e-8f, 3.0517578e-5f, 1e30f,       -1e38f,   3.4e38f,
+                            INFINITY, -INFINITY, 1e-40f,    1.00390625f,   1.01171875f, 1.001f};
+  const int64_t count = static_cast<int64_t>(std::size(specials));
+  for (int64_t n = 1; n <= 70; ++n) {
+    Block<double> from(n);
+    Block<T> narrowed(n);
+    Block<float> widened(n);
+    for (int64_t i = 0; i < n; ++i) {
+      from[i] = i % 3 == 0 ? static_cast<double>(specials[(n + i) % count]) : static_cast<double>(normal()) * 1.1;
+    }
+    kernels.narrow[dtype](from.data.get(), n, 1.0, narrowed.data.get());
+    for (int64_t i = 0; i < n; ++i) {
+      T expected;
+      store_as(static_cast<float>(from[i]), &expected);
+      CHECK(std::memcmp(&expected, &narrowed[i], sizeof(T)) == 0, "narrow %g", from[i]);
+    }
+    kernels.widen[dtype](narrowed.data.get(), n, widened.data.get());
+    for (int64_t i = 0; i < n; ++i) CHECK(widened[i] == to_float(narrowed[i]), "widen %g", from[i]);
+    kernels.narrow[dtype](from.data.get(), n, -0.5, narrowed.data.get());
+    for (int64_t i = 0; i < n; ++i) {
+      T expected;
+      store_as(static_cast<float>(from[i] * -0.5), &expected);
+      CHECK(std::memcmp(&expected, &narrowed[i], sizeof(T)) == 0, "narrow -0.5 * %g", from[i]);
+    }
+    const double nan = std::nan("");
+    kernels.narrow[dtype](&nan, 1, 1.0, narrowed.data.get());
+    CHECK(to_float(narrowed[0]) != to_float(narrowed[0]), "NaN became a number");
+  }
+  ++steps;
+}
+
+void check_fold(const KernelTable& kernels) {
+  for (int64_t n = kPadFloats; n <= 3 * kPadFloats; n += kPadFloats) {
+    Block<float> from(n);
+    Block<double> to(n), expected(n);
+    for (int64_t i = 0; i < n; ++i) {
+      from[i] = normal();
+      expected[i] = to[i] = static_cast<double>(normal());
+      expected[i] += static_cast<double>(from[i]) * 0.3;
+    }
+    kernels.fold(from.data.get(), n, 0.3, to.data.get());
+    for (int64_t i = 0; i < n; ++i) CHECK(to[i] == expected[i], "fold");
+  }
+  ++steps;
+}
+
 // The kernels alone, on arrays of exactly the padded size that kernels.h promises them.
 template <class T>
 void check_tiles(const KernelTable& kernels) {
@@ -286,6 +375,7 @@ void check_tiles(const KernelTable& kernels) {
                                    .sums = sums.data.get(),
                                    .sums_stride = pad(dim),
                                    .ahead = ahead});
+        check_gather<T>(kernels, x, offsets, weights, dim, heads);
         for (int64_t h = 0; h < heads; ++h) {
           for (int64_t i = 0; i < rows; ++i) {
             double expected = 0;
@@ -382,6 +472,10 @@ int main() {
     set_active_level(level);
     const std::string name(level_name(level));
     check_vectors(active_kernels());
+    check_fold(active_kernels());
+    check_conversions<float>(active_kernels());
+    check_conversions<Half>(active_kernels());
+    check_conversions<BFloat>(active_kernels());
     check_tiles<float>(active_kernels());
     check_tiles<Half>(active_kernels());
     check_tiles<BFloat>(active_kernels());
