@@ -68,7 +68,9 @@ def default_suite(threads: int) -> list[Case]:
     """What the README shows."""
     base = Case(threads=threads)
     shapes = [(1, 8192), (4, 8192), (1, 32768), (1, 131072)]
-    return [replace(base, batch=batch, rows=rows) for batch, rows in shapes]
+    cases = [replace(base, batch=batch, rows=rows) for batch, rows in shapes]
+    cases[2] = replace(cases[2], samples=(128, 256, 1024))
+    return cases
 
 
 def quick_suite(threads: int) -> list[Case]:
