@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from santa_torch.bench import check, inputs, machine, own, report, targets, timing
-from santa_torch.bench.cases import MIB, Case
+from santa_torch.bench.cases import MIB, Case, default_suite, full_suite
 from santa_torch.bench.results import CaseResult, ModelResult, Row
 from santa_torch.bench.timing import Ratio, Schedule, Times, Variant, measure, ratio
 
@@ -264,6 +264,32 @@ def test_k_and_v_of_a_set_are_one_allocation() -> None:
     halves, _ = tensors.converted(torch.float16)
     assert torch.equal(halves[2], tensors.keys[2].half())
     assert tensors.converted(torch.float16)[0][2].data_ptr() == halves[2].data_ptr()
+
+
+@pytest.mark.parametrize("case", dict.fromkeys([*full_suite(2), *default_suite(2), TINY]), ids=str)
+def test_no_head_of_any_set_equals_another(case: Case) -> None:
+    sets = inputs.MOST_SETS
+    starts = inputs.head_starts(case, sets)
+    assert len(set(starts)) == len(starts) == sets * 2 * case.batch * case.kv_heads
+
+
+def test_a_pool_of_a_power_of_two_repeats_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_POOLS", (2**20, 2**24))
+    starts = inputs.head_starts(Case(rows=131072), 1)  # its heads have 2**24 elements
+    assert len(set(starts)) == 1
+
+
+def test_heads_start_where_they_are_said_to() -> None:
+    case = Case(2, 4, 2, 16, 4096, "float32", 1)
+    size = inputs.pool_size(case)
+    pool = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    heads = [
+        head
+        for flat in inputs.Inputs(case, 3).flat
+        for head in flat.view(-1, case.rows * case.head_dim)
+    ]
+    for start, head in zip(inputs.head_starts(case, 3), heads, strict=True):
+        assert torch.equal(head, pool[(start + torch.arange(len(head))) % size])
 
 
 # --- outputs against float64

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from santa_torch.bench.cases import GIB, MIB, Case
+from santa_torch.bench.cases import GIB, ITEM_BYTES, MIB, Case
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -21,8 +21,12 @@ MOST_SETS = 256
 #: trained models. A flat softmax over random values is nearly 0 and makes every error look large.
 PEAK = 2.6
 
-#: Elements of random numbers that all sets are cut from, each at an offset of its own.
-_POOL = 2**24
+#: Elements of random numbers that all sets are cut from, each at an offset of its own. Primes: a size
+#: that shares a factor with a head's elements makes heads repeat, and K equal V where it divides them.
+_POOLS = (2**20 - 3, 2**24 - 3)
+
+#: Sets start this many rows apart.
+_STRIDE = 7919
 
 
 class DoesNotFitError(Exception):
@@ -128,11 +132,10 @@ class Inputs:
         dtype = DTYPES[case.dtype]
         random = torch.Generator().manual_seed(0)
         elements = case.kv_bytes // dtype.itemsize
-        # One head's rows repeat only after the whole pool, and sets start at different places.
-        pool = torch.randn(min(_POOL, max(elements, 2**16)), generator=random).to(dtype)
+        pool = torch.randn(pool_size(case), generator=random).to(dtype)
         shape = (case.batch, case.heads, case.head_dim)
         self.q = (PEAK * torch.randn(shape, generator=random)).to(dtype)
-        self.flat = [_cut(pool, elements, 7919 * index * case.head_dim) for index in range(sets)]
+        self.flat = [_cut(pool, elements, _STRIDE * index * case.head_dim) for index in range(sets)]
         self.keys, self.values = [], []
         for flat in self.flat:
             k, v = flat.view(2, case.batch, case.kv_heads, case.rows, case.head_dim).unbind()
@@ -149,6 +152,26 @@ class Inputs:
         shape = (2, *self.keys[0].shape)
         pairs = [flat.view(shape).unbind() for flat in self._converted[dtype]]
         return [k for k, _ in pairs], [v for _, v in pairs]
+
+
+def pool_size(case: Case) -> int:
+    """Elements of the pool that the sets of a case are cut from."""
+    small, large = _POOLS
+    return small if case.kv_bytes // ITEM_BYTES[case.dtype] <= small // 4 else large
+
+
+def head_starts(case: Case, sets: int) -> list[int]:
+    """Where in the pool each head starts, ``[sets * 2 * B * Hkv]``: two that agree are equal.
+
+    Heads that start at different elements hold different numbers throughout.
+    """
+    heads, each = 2 * case.batch * case.kv_heads, case.rows * case.head_dim
+    size = pool_size(case)
+    return [
+        (_STRIDE * index * case.head_dim + head * each) % size
+        for index in range(sets)
+        for head in range(heads)
+    ]
 
 
 def _cut(pool: torch.Tensor, elements: int, offset: int) -> torch.Tensor:
