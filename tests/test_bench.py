@@ -477,6 +477,26 @@ def test_a_planted_wrong_attention_of_a_model_is_refused(
     assert line.startswith("bench: error: wrong result: HF SDPA, DynamicCache: logits are off by")
 
 
+def test_the_script_sets_up_and_passes_arguments_on(root: Path, tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("bench.sh", "environment.sh"):
+        (scripts / name).write_text((root / "scripts" / name).read_text())
+    (scripts / "setup.sh").write_text('echo "set up $*"\n')
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran $*"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(scripts / "bench.sh"), "--quick", "--out", "a b"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SANTA_PYTHON": str(python)},
+    )
+    wanted = ["set up bench", "ran -m santa_torch bench --quick --out a b"]
+    assert done.stdout.splitlines() == wanted
+
+
 def test_requirement_file_and_extra_agree(root: Path) -> None:
     extra = re.search(
         r'^bench = \["santa-torch\[demo\]", (.*)\]$', (root / "pyproject.toml").read_text(), re.M
