@@ -20,6 +20,9 @@ import torch
 #: Largest relative RMS error of an exact variant, by dtype it computes in.
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4}
 
+#: Error from which a rival is wrong rather than imprecise.
+GROSS = 0.2
+
 #: Seeds averaged for a sampled variant, and the multiple of the expected error that is refused.
 SEEDS, LIMIT = 16, 2.0
 
@@ -102,6 +105,17 @@ class Exact:
             It is above the tolerance, or not a number.
         """
         return self._verdict(name, self.error(out), TOLERANCE[dtype])
+
+    def check_peer(self, name: str, out: torch.Tensor, dtype: torch.dtype) -> tuple[float, bool]:
+        """Return the error of a rival that reads ``dtype``, and whether it is over the tolerance.
+
+        Raises
+        ------
+        WrongResultError
+            The error is gross, or not a number: this is no attention.
+        """
+        error = self._verdict(name, self.error(out), GROSS)
+        return error, error > TOLERANCE[dtype]
 
     def check_sampled(
         self, name: str, run: Callable[[int], torch.Tensor], method: str, samples: int

@@ -21,8 +21,8 @@ MOST_SETS = 256
 #: trained models. A flat softmax over random values is nearly 0 and makes every error look large.
 PEAK = 2.6
 
-#: Elements of random numbers that all sets are cut from, each at an offset of its own. Primes: a size
-#: that shares a factor with a head's elements makes heads repeat, and K equal V where it divides them.
+#: Elements of random numbers that all sets are cut from, each at an offset of its own. Primes: with
+#: a factor of a head's elements in it heads would repeat, and K would equal V at powers of two.
 _POOLS = (2**20 - 3, 2**24 - 3)
 
 #: Sets start this many rows apart.

@@ -151,9 +151,18 @@ def _check(
             if peer.label in reasons:
                 continue
             try:
-                row.error = exact.check_exact(peer.label, made.out(index), made.dtype)
-            except Exception as error:  # reported, and the run goes on without it
-                reasons[peer.label] = f"failed: {describe(error)}"
+                error, over = exact.check_peer(peer.label, made.out(index), made.dtype)
+            except Exception as failure:  # reported, and the run goes on without it
+                reasons[peer.label] = f"failed: {describe(failure)}"
+                continue
+            row.error = max(error, row.error or 0.0)
+            if over and "over its tolerance" not in row.note:
+                row.note = _join(_imprecise(peer, made), row.note)
+
+
+def _imprecise(peer: Peer, made: Built) -> str:
+    known = peer.imprecise.get(str(made.dtype).removeprefix("torch."))
+    return f"over its tolerance: {known or f'more than {check.TOLERANCE[made.dtype]:g}'}"
 
 
 def _measure(

@@ -24,6 +24,7 @@ PEERS = (
     "onnxruntime",
     "openvino",
     "llama.cpp",
+    "llama.cpp-bfloat16",
 )
 
 #: Peers that take a compiler and many seconds for each shape; ``--quick`` leaves them out.

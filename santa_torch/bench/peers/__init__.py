@@ -31,7 +31,13 @@ PEERS: dict[str, Peer] = {
         Peer("flex", "FlexAttention, compiled", "torch", plain.flex, compiled=True),
         Peer("onnxruntime", "ONNX Runtime GQA", "library", onnx.build, *_WHOLE),
         Peer("openvino", "OpenVINO SDPA", "library", vino.build, *_HALF),
-        Peer("llama.cpp", "llama.cpp flash attention", "library", ggml.build, *_HALF),
+        Peer(
+            "llama.cpp", "llama.cpp flash attention", "library", ggml.build, *_HALF,
+            imprecise={"float16": "sums in float16"},
+        ),
+        Peer(
+            "llama.cpp-bfloat16", "llama.cpp, bfloat16", "library", ggml.build, only=("bfloat16",)
+        ),
     )
 }  # fmt: skip
 assert tuple(PEERS) == KEYS  # the command line's list, which imports no torch
@@ -91,6 +97,8 @@ def build_peers(
     built, reasons = [], {}
     for key in keys:
         peer = PEERS[key]
+        if peer.only and case.dtype not in peer.only:
+            continue
         status(peer.label)
         try:
             built.append((peer, peer.build(peer, case, inputs)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -63,6 +63,10 @@ class Peer:
         Whether building it takes a compiler and many seconds.
     expands : bool
         Whether a call may hold K and V for every query head.
+    only : tuple of str
+        Dtypes of cases that it is for; empty for all. Elsewhere another entry does the same.
+    imprecise : dict of str to str
+        By dtype, why its error may be over the tolerance.
     """
 
     key: str
@@ -73,6 +77,8 @@ class Peer:
     nearest: str = "float32"
     compiled: bool = False
     expands: bool = False
+    only: tuple[str, ...] = ()
+    imprecise: dict[str, str] = field(default_factory=dict, hash=False)
 
     def dtype(self, wanted: str) -> str:
         """The dtype of K and V that it runs in."""
