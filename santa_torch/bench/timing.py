@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 #: Seconds between turns: thread pools of the last variant stop spinning and leave the cores.
@@ -87,6 +88,10 @@ def lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
+#: Draws of a bootstrap.
+RESAMPLES = 200
+
+
 @dataclass(frozen=True)
 class Ratio:
     """How many times as long one variant takes as another.
@@ -96,7 +101,8 @@ class Ratio:
     value : float
         Ratio of the lower quartiles of all calls.
     low, high : float
-        Quartiles of the ratios of the rounds' medians: what repeating the run would move it by.
+        Where the middle 80 % of such ratios lie when rounds are drawn anew: what repeating the run
+        would move it by.
     """
 
     value: float
@@ -107,20 +113,39 @@ class Ratio:
 def ratio(above: Times, below: Times) -> Ratio | None:
     """``above / below``; None where one of them has no times.
 
-    The value uses every call; the spread pairs the turns of one round, which lie within a second
-    or two of each other.
+    The spread is a bootstrap of the value itself: rounds are drawn with replacement, those that
+    both took part in for both at once, since their turns lie within a second or two of each other.
     """
     if not above.seconds or not below.seconds:
         return None
     value = above.lower_quartile / below.lower_quartile
-    common = sorted(above.rounds.keys() & below.rounds.keys())
-    paired = [
-        statistics.median(above.rounds[r]) / statistics.median(below.rounds[r]) for r in common
-    ]
-    if len(paired) < 2:
-        return Ratio(value, value, value)
-    low, _, high = statistics.quantiles(paired, n=4, method="inclusive")
-    return Ratio(value, low, high)
+    low, high = _spread(_frozen(above), _frozen(below))
+    return Ratio(value, min(low, value), max(high, value))
+
+
+_Rounds = tuple[tuple[int, tuple[float, ...]], ...]
+
+
+def _frozen(times: Times) -> _Rounds:
+    return tuple((number, tuple(calls)) for number, calls in sorted(times.rounds.items()))
+
+
+@lru_cache(maxsize=4096)  # tables and files ask for the same ratios again and again
+def _spread(above: _Rounds, below: _Rounds) -> tuple[float, float]:
+    """Deciles of the ratio of lower quartiles over redrawn rounds; the same for the same times."""
+    rounds, order = (dict(above), dict(below)), random.Random(0)
+    common = sorted(rounds[0].keys() & rounds[1].keys())
+    alone = [sorted(own.keys() - set(common)) for own in rounds]
+    found = []
+    for _ in range(RESAMPLES):
+        shared = order.choices(common, k=len(common)) if common else []
+        quartiles = []
+        for own, rest in zip(rounds, alone, strict=True):
+            drawn = shared + (order.choices(rest, k=len(rest)) if rest else [])
+            quartiles.append(lower_quartile([s for number in drawn for s in own[number]]))
+        found.append(quartiles[0] / quartiles[1])
+    found.sort()
+    return found[RESAMPLES // 10], found[-1 - RESAMPLES // 10]
 
 
 @dataclass
