@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from santa_torch.bench import check, inputs, main
+from santa_torch.bench import check, inputs, main, own, plots, report, targets
 from santa_torch.bench.cases import Case
+from santa_torch.bench.machine import Disturbance
 from santa_torch.bench.peers import PEERS, build_peers
+from santa_torch.bench.results import CaseResult, Row
+from santa_torch.bench.timing import Ratio, Times, ratio
 
 SMALL = "--rows 64 --heads 8/2 --head-dim 16 --threads 1 --rounds 2 --wait 0 --samples 16"
 
@@ -74,3 +78,64 @@ def test_llama_cpp_reads_bfloat16_beside_float16(dtype: str) -> None:
         assert error < 5e-3
         assert not over
         made.close()
+
+
+# --- spreads
+
+
+def test_the_spread_is_that_of_the_value() -> None:
+    """Over repeated runs the spread holds the value that many runs agree on, and no far-off one."""
+    draw, inside, around = random.Random(1), 0, 0
+    for _ in range(60):
+        above, below = (
+            Times({r: [base * (1 + draw.expovariate(4)) for _ in range(3)] for r in range(12)})
+            for base in (2.0, 1.0)
+        )
+        found = ratio(above, below)
+        assert found is not None
+        inside += found.low <= found.value <= found.high
+        around += found.low <= 2.0 <= found.high
+        assert found.high / found.low < 1.4
+    assert inside == 60
+    assert 38 <= around <= 58  # four fifths
+
+
+def test_drift_that_both_share_does_not_widen_the_spread() -> None:
+    speeds = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0]
+    above, below = (Times({r: [b * s] * 2 for r, s in enumerate(speeds)}) for b in (3.0, 1.0))
+    assert ratio(above, below) == Ratio(3.0, 3.0, 3.0)
+
+
+# --- a machine that was not quiet
+
+
+def _result(rows: int, cores: float) -> CaseResult:
+    result = CaseResult(Case(rows=rows), disturbance=Disturbance(cores))
+    for name, ms in ((own.FLOOR, 9.0), (own.DENSE, 10.0), ("grouped matmul", 20.0)):
+        family = "floor" if name == own.FLOOR else "torch" if "matmul" in name else "santa"
+        times = Times({r: [ms * rows / 8192e3] for r in range(3)})
+        result.rows.append(Row(name, family, times))
+    return result
+
+
+def test_targets_say_where_the_machine_was_not_quiet(tmp_path: Path) -> None:
+    results = [_result(8192, 0.5), _result(32768, 0.0), _result(2**20, 0.0)]
+    found = {verdict.text: verdict for verdict in targets.judge(results)}
+    assert not found["dense: share of bandwidth, 8k"].quiet
+    assert found["dense: share of bandwidth, L >= 32k"].quiet
+    growth = found["santa dense: time per row at 1M rows over that at 8k"]
+    assert not growth.quiet  # 8k was not
+    assert growth.plain()["quiet"] is False
+    lines = report.targets_table(list(found.values())).splitlines()
+    assert next(line for line in lines if "share of bandwidth, 8k" in line).endswith("(not quiet)")
+    assert not next(li for li in lines if "bandwidth, L >= 32k" in li).endswith("(not quiet)")
+    blocks = report.markdown(results)
+    assert blocks.count("not quiet: others used 0.50 cores meanwhile") == 1
+    assert plots.draw(results, tmp_path / "a.svg")
+    svg = (tmp_path / "a.svg").read_text()
+    assert "share of the read bandwidth [%] (not quiet: 8k)" in svg
+    for result in results:
+        result.disturbance = Disturbance(0.0)
+    assert plots.draw(results, tmp_path / "b.svg")
+    assert "not quiet" not in (tmp_path / "b.svg").read_text()
+    assert "not quiet" not in report.targets_table(targets.judge(results))

@@ -81,7 +81,8 @@ class _TimeByRows:
         axes.minorticks_off()
         case = self.data[0].case
         axes.set_title(
-            f"B={case.batch}, {case.heads}/{case.kv_heads} heads, D={case.head_dim}, {case.dtype}",
+            f"B={case.batch}, {case.heads}/{case.kv_heads} heads, D={case.head_dim}, {case.dtype}"
+            + _noise(*self.data),
             fontsize=10,
         )
         axes.grid(alpha=0.3)
@@ -94,7 +95,7 @@ class _SpeedBySamples:
     def __init__(self, results: Sequence[CaseResult]) -> None:
         best = max(results, key=lambda r: (len(r.case.samples), r.case.rows), default=None)
         self.data: dict[str, list[tuple[int, float]]] = {}
-        self.title = str(best.case) if best else ""
+        self.title = f"{best.case}{_noise(best)}" if best else ""
         for row in best.measured("santa") if best and len(best.case.samples) > 1 else ():
             speed = best.ratio(DENSE, row.name) if best else None
             if row.samples is not None and speed is not None and "(" not in row.name:
@@ -118,6 +119,7 @@ class _ShareByCase:
 
     def __init__(self, results: Sequence[CaseResult]) -> None:
         self.data: list[tuple[str, dict[str, float]]] = []
+        self.measured: list[CaseResult] = []
         for result in results:
             peer = result.strongest("torch", "library")
             shares = {
@@ -127,6 +129,7 @@ class _ShareByCase:
             }
             if shares:
                 self.data.append((_name(result), shares))
+                self.measured.append(result)
 
     def draw(self, axes: Any) -> None:
         for offset, (title, colour) in enumerate(
@@ -140,7 +143,8 @@ class _ShareByCase:
         axes.tick_params(axis="y", labelsize=7)
         axes.invert_yaxis()
         axes.axvline(100, color="black", linestyle="--", linewidth=0.8)
-        axes.set_title("share of the read bandwidth [%]", fontsize=10)
+        title = f"share of the read bandwidth [%]{_noise(*self.measured)}"
+        axes.set_title(title, fontsize=10)
         _legend(axes)
 
 
@@ -154,6 +158,16 @@ def _usual(result: CaseResult, row: Row) -> bool:
 
 def _legend(axes: Any) -> None:
     axes.legend(fontsize=7, frameon=False, loc="upper center", ncols=3, bbox_to_anchor=(0.5, -0.12))
+
+
+def _noise(*results: CaseResult) -> str:
+    """Say which of the results were taken while others used the machine."""
+    loud = [result for result in results if not result.disturbance.quiet]
+    if not loud:
+        return ""
+    if len(loud) == len(results):
+        return " (not quiet)"
+    return f" (not quiet: {', '.join(_short(result.case.rows) for result in loud)})"
 
 
 def _name(result: CaseResult) -> str:

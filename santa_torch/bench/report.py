@@ -132,7 +132,8 @@ def targets_table(verdicts: Sequence[Verdict]) -> str:
         sign = ">=" if v.at_least else "<="
         verdict = "met" if v.met else f"missed by {100 * v.missed_by:.0f} %"
         goal, measured = _figure(v.goal, v.unit), _figure(v.measured, v.unit)
-        lines.append([v.text, f"{sign} {goal}", measured, verdict, v.case])
+        case = v.case if v.quiet else f"{v.case} (not quiet)"
+        lines.append([v.text, f"{sign} {goal}", measured, verdict, case])
     return aligned(lines)
 
 
@@ -146,14 +147,14 @@ NOTES = (
     "ms: lower quartile of interleaved calls. of floor: time to read K and V once over own time; "
     "a method that reads less can pass 100 %.",
     "vs dense, vs peer: times as fast as our exact attention, and as the strongest peer of the "
-    "case; spread: quartiles of vs dense over the rounds.",
+    "case; spread: where 80 % of repeated runs would put vs dense.",
     "error: relative RMS of one output against float64; of sampled methods it is the sampling.",
 )
 
 MODEL_NOTES = (
     "ms/token: lower quartile of whole steps, contenders taking turns. of 64 tokens, of ours: own "
-    "time over that of the fastest step at 64 tokens, and over santa shared; spread: quartiles of "
-    "the latter over the rounds.",
+    "time over that of the fastest step at 64 tokens, and over santa shared; spread: where 80 % of "
+    "repeated runs would put the latter.",
     "Exact attention comes with transformers' default cache, which copies itself at every step.",
 )
 
@@ -185,7 +186,8 @@ def markdown(results: Sequence[CaseResult]) -> str:
             name, ms, _, share, speed, *_, note = _line(result, row, None)
             name = name if row.dtype in ("", result.case.dtype) else f"{name} ({row.dtype})"
             lines.append(f"| {name} | {note if ms == '-' else ms} | {share} | {speed} |")
-        blocks.append(f"{result.case}\n\n" + "\n".join(lines) + "\n")
+        noise = "".join(f"\n\n{line.strip()}" for line in disturbed(result.disturbance))
+        blocks.append(f"{result.case}\n\n" + "\n".join(lines) + f"{noise}\n")
     return "\n".join(blocks)
 
 

@@ -38,6 +38,8 @@ class Target:
         The figure of a case, given all cases; None where the run does not tell.
     unit : str
         "x", "%" (of a share) or "us".
+    across : bool
+        Whether the figure compares with another case of the run.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Target:
     where: Callable[[Case], bool]
     figure: Figure
     unit: str = "x"
+    across: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ class Verdict:
         Whether larger is better.
     case : str
         The case that the figure is from: the worst.
+    quiet : bool
+        Whether nobody else used the machine meanwhile; of figures across cases, in all of those
+        that it may be compared with.
     """
 
     text: str
@@ -70,6 +76,7 @@ class Verdict:
     measured: float
     at_least: bool
     case: str
+    quiet: bool = True
 
     @property
     def met(self) -> bool:
@@ -227,7 +234,7 @@ def _targets() -> Iterator[Target]:
     yield Target("overhead of a call, L = 16", 8.0, False, tiny, microseconds(DENSE), "us")
     for own in (DENSE, label("systematic", 128), label("shared", 128)):
         text = f"{own}: share of bandwidth at other shapes over that at 32/8, D = 128, bf16"
-        yield Target(text, 0.85, True, _other_shape, share_kept(own))
+        yield Target(text, 0.85, True, _other_shape, share_kept(own), "x", True)
     for method in ("dense", "systematic", "shared"):
         text = f"{method}: scratch bytes over (G + 2) / D of the KV bytes"
         large = lambda case: case.rows >= 8192  # noqa: E731
@@ -235,10 +242,10 @@ def _targets() -> Iterator[Target]:
     for own in (DENSE, label("systematic", 128), label("shared", 128)):
         million = lambda case: case.standard and case.rows >= 2**20  # noqa: E731
         text = f"{own}: time per row at 1M rows over that at 8k"
-        yield Target(text, 1.1, False, million, growth(own))
+        yield Target(text, 1.1, False, million, growth(own), "x", True)
         if own != DENSE:
             text = f"{own}: draw and gather, time per row at 1M rows over that at 8k"
-            yield Target(text, 0.5, False, million, stage_growth(own))
+            yield Target(text, 0.5, False, million, stage_growth(own), "x", True)
 
 
 TARGETS = tuple(_targets())
@@ -249,7 +256,7 @@ def judge(results: Sequence[CaseResult]) -> list[Verdict]:
     verdicts = []
     for target in TARGETS:
         figures = [
-            (value, str(result.case))
+            (value, str(result.case), _quiet(target, result, results))
             for result in results
             if target.where(result.case) and (value := target.figure(result, results)) is not None
         ]
@@ -257,10 +264,15 @@ def judge(results: Sequence[CaseResult]) -> list[Verdict]:
             worst = (min if target.at_least else max)(figures)
             verdicts.append(
                 Verdict(
-                    target.text, target.unit, target.goal, *worst[:1], target.at_least, worst[1]
+                    target.text, target.unit, target.goal, *worst[:1], target.at_least, *worst[1:]
                 )
             )
     return verdicts
+
+
+def _quiet(target: Target, result: CaseResult, results: Sequence[CaseResult]) -> bool:
+    others = [r for r in results if target.across and r.case.rows in (8192, 32768)]
+    return all(r.disturbance.quiet for r in (result, *others))
 
 
 #: Model: goal, whether at least, and how the figure is formed from ms per token by contender.
@@ -277,5 +289,6 @@ def judge_model(result: ModelResult) -> list[Verdict]:
     for text, goal, at_least, above, below in MODEL_TARGETS if result.judged else ():
         found = result.ratio(above, below)
         if found is not None:
-            verdicts.append(Verdict(text, "x", goal, found.value, at_least, result.name))
+            quiet = result.disturbance.quiet
+            verdicts.append(Verdict(text, "x", goal, found.value, at_least, result.name, quiet))
     return verdicts
