@@ -1,13 +1,15 @@
 """Every output is compared with float64 before anything is timed.
 
-Exact variants have a tolerance by dtype. Sampled ones are averaged over seeds, and the error of the
-mean must be what the estimator's variance says:
+Exact variants have a tolerance by dtype, ours a tighter one than rivals. Sampled ones are run with
+several seeds. The error of their mean must be what the estimator's variance says:
 
     S draws of head h       sum_j p_j |v_j|^2 / S - |o|^2 / S         (multinomial; an upper bound
                                                                       in practice for the others)
     "shared"                sum_j p_j^2 (1 - pi_j) / pi_j |v_j|^2     (Poisson; likewise)
 
-with ``pi_j = min(1, S sqrt(sum_h p_hj^2))``. A variant that is wrong is refused by name.
+with ``pi_j = min(1, S sqrt(sum_h p_hj^2))``. Two finer tests take their bounds from the spread over
+the seeds: the slope ``<mean, o> / <o, o>``, which is 1 without bias, and the mean over pairs of
+seeds of ``<o_i - o, o_j - o>``, which is |bias|^2 on average. A wrong variant is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-#: Largest relative RMS error of an exact variant, by dtype it computes in.
+#: Largest relative RMS error of ours, by dtype; twice what was measured at any shape, or more.
+OWN = {torch.bfloat16: 0.005, torch.float16: 0.002, torch.float32: 2e-5}
+
+#: The same of a rival, by the dtype that it reads.
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4}
 
 #: Error from which a rival is wrong rather than imprecise.
@@ -25,6 +30,10 @@ GROSS = 0.2
 
 #: Seeds averaged for a sampled variant, and the multiple of the expected error that is refused.
 SEEDS, LIMIT = 16, 2.0
+
+#: Standard errors that a bias may seem to have; without one, Student's t of 16 seeds exceeds this
+#: once in 40,000 times.
+SPREADS = 6.0
 
 #: Rows of V scored at once in float64.
 _BLOCK = 2**17
@@ -104,7 +113,7 @@ class Exact:
         WrongResultError
             It is above the tolerance, or not a number.
         """
-        return self._verdict(name, self.error(out), TOLERANCE[dtype])
+        return self._verdict(name, self.error(out), OWN[dtype])
 
     def check_peer(self, name: str, out: torch.Tensor, dtype: torch.dtype) -> tuple[float, bool]:
         """Return the error of a rival that reads ``dtype``, and whether it is over the tolerance.
@@ -125,18 +134,35 @@ class Exact:
         Raises
         ------
         WrongResultError
-            The mean over seeds is further off than the estimator's variance allows.
+            The mean over seeds is further off than the estimator's variance or their spread allow.
         """
         outs = [run(seed) for seed in range(SEEDS)]
-        mean = torch.stack([out.double() for out in outs]).mean(0)
-        rounding = TOLERANCE[outs[0].dtype]
+        every = torch.stack([out.double().reshape(self.out.shape) for out in outs])
+        rounding, title = OWN[outs[0].dtype], f"{name}, mean of {SEEDS} seeds"
         limit = LIMIT * self.expected(method, samples) / math.sqrt(SEEDS) + rounding
-        self._verdict(f"{name}, mean of {SEEDS} seeds", self.error(mean), limit)
+        self._verdict(title, self.error(every.mean(0)), limit)
+        self._check_bias(title, every.flatten(1), rounding)
         return self.error(outs[0])
 
-    def _verdict(self, name: str, error: float, limit: float) -> float:
+    def _check_bias(self, title: str, every: torch.Tensor, rounding: float) -> None:
+        """Refuse outputs ``[n, Hq * D]`` of n seeds whose mean is not the exact one."""
+        n, wanted = len(every), self.out.flatten()
+        power = wanted.square().sum()
+        slopes = every @ wanted / power
+        off = abs(float(slopes.mean()) - 1)
+        limit = SPREADS * float(slopes.std()) / math.sqrt(n) + rounding
+        self._verdict(title, off, limit, "slope is off by")
+        pairs = ~torch.eye(n, dtype=torch.bool)
+        errors, centred = every - wanted, every - every.mean(0)
+        bias = float((errors @ errors.T)[pairs].mean() / power)
+        # A pair counts twice among n (n - 1). Centring shifts all products alike: their deviation.
+        spread = float((centred @ centred.T)[pairs].std() / power) * math.sqrt(2 / (n * (n - 1)))
+        self._verdict(title, bias, SPREADS * spread + rounding**2, "squared bias over |o|^2 is")
+
+    @staticmethod
+    def _verdict(name: str, error: float, limit: float, what: str = "relative RMS error") -> float:
         if not error <= limit:  # NaN too
             raise WrongResultError(
-                f"{name}: relative RMS error {error:.3g} against float64, at most {limit:.3g}"
+                f"{name}: {what} {error:.3g} against float64, at most {limit:.3g}"
             )
         return error
