@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,14 +23,17 @@ def bar(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         nonlocal reached
         reached = done
         if live:
-            filled = _WIDTH * done // total
-            drawn = "█" * filled + "░" * (_WIDTH - filled)
-            _write(f"\r{label:<{_LABEL}} {drawn} {done}/{total} {unit}")
+            count = f"{done}/{total} {unit}"
+            width = min(_WIDTH, max(0, _columns() - len(count) - 12))
+            filled = width * done // total
+            drawn = "█" * filled + "░" * (width - filled)
+            _write(f"{_clear(live)}{_fitting(label, f' {drawn} {count}')}")
 
     show(0)
-    yield show
+    with _closing(live):
+        yield show
     seconds = time.perf_counter() - start
-    _write(f"{_clear(live)}{label:<{_LABEL}} {reached} {unit} in {seconds:.1f} s\n")
+    _finish(live, label, f" {reached} {unit} in {seconds:.1f} s")
 
 
 @contextmanager
@@ -40,11 +44,40 @@ def status(label: str) -> Iterator[Callable[[str], None]]:
 
     def show(detail: str) -> None:
         if live:
-            _write(f"{_clear(live)}{label} {detail} ...")
+            _write(f"{_clear(live)}{_fitting(label, f' {detail} ...', pad=False)}")
 
     show("")
-    yield show
-    _write(f"{_clear(live)}{label:<{_LABEL}} {time.perf_counter() - start:.1f} s\n")
+    with _closing(live):
+        yield show
+    _finish(live, label, f" {time.perf_counter() - start:.1f} s")
+
+
+@contextmanager
+def _closing(live: bool) -> Iterator[None]:
+    """End the line that is being drawn, so that what is said next starts one of its own."""
+    try:
+        yield
+    except BaseException:
+        if live:
+            _write("\n")
+        raise
+
+
+def _finish(live: bool, label: str, rest: str) -> None:
+    text = _fitting(label, rest) if live else f"{label:<{_LABEL}}{rest}"
+    _write(f"{_clear(live)}{text}\n")
+
+
+def _fitting(label: str, rest: str, pad: bool = True) -> str:
+    """Label and rest within the terminal: a longer line would wrap, and not be cleared."""
+    room = max(_columns() - len(rest), 0)
+    label = label if len(label) <= room else label[: max(room - 1, 0)] + "…" * (room > 0)
+    return (f"{label:<{min(_LABEL, room)}}" if pad else label) + rest[: _columns()]
+
+
+def _columns() -> int:
+    """Characters of a line, less the last, after which some terminals start a new one."""
+    return shutil.get_terminal_size().columns - 1
 
 
 def _clear(live: bool) -> str:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from santa_torch import progress
 from santa_torch.bench import check, inputs, main, own, plots, report, targets
 from santa_torch.bench.cases import Case
 from santa_torch.bench.machine import Disturbance
 from santa_torch.bench.peers import PEERS, build_peers
 from santa_torch.bench.results import CaseResult, Row
-from santa_torch.bench.timing import Ratio, Times, ratio
+from santa_torch.bench.timing import Ratio, Schedule, Times, Variant, measure, ratio
 
 SMALL = "--rows 64 --heads 8/2 --head-dim 16 --threads 1 --rounds 2 --wait 0 --samples 16"
 
@@ -139,3 +143,74 @@ def test_targets_say_where_the_machine_was_not_quiet(tmp_path: Path) -> None:
     assert plots.draw(results, tmp_path / "b.svg")
     assert "not quiet" not in (tmp_path / "b.svg").read_text()
     assert "not quiet" not in report.targets_table(targets.judge(results))
+
+
+# --- between turns
+
+
+@pytest.mark.parametrize(("spins_for", "waited"), [(0.0, 0.005), (0.02, 0.025), (9.0, 0.05)])
+def test_turns_wait_until_the_threads_of_the_last_one_rest(spins_for: float, waited: float) -> None:
+    now = cpu = 0.0
+    idle: list[float] = []
+
+    def run(i: int) -> None:
+        nonlocal now
+        idle.append(now - since[-1])
+        now += 1.0
+        since.append(now)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, cpu
+        if now - since[-1] < spins_for - 1e-9:
+            cpu += seconds
+        now += seconds
+
+    since = [0.0]
+    variant = Variant("a", "santa", run)
+    schedule = Schedule(3, 1, 2)
+    measure([variant], schedule, lambda done: None, lambda: now, sleep, lambda: cpu)
+    assert idle[2::2] == [pytest.approx(waited)] * 3
+    assert idle[1::2] == [0.0] * 4  # within a turn there is no waiting
+
+
+# --- progress
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [10, 40, 80, 200])
+def test_progress_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    label = str(Case(rows=131072))
+    with progress.bar(label, 12, "rounds") as done:
+        for count in range(13):
+            done(count)
+    with progress.status(f"{label}: peers") as say:
+        say("FlexAttention, compiled")
+    lines = re.split(r"[\r\n]|\x1b\[2K", terminal.getvalue())
+    assert all(len(line) < columns for line in lines)
+    if columns >= 40:
+        assert any("12/12 rounds" in line for line in lines)
+    if columns == 200:
+        assert f"{label}: peers FlexAttention, compiled ..." in lines
+
+
+@pytest.mark.parametrize("which", [progress.bar, progress.status])
+def test_interrupted_progress_ends_its_line(
+    which: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("label", 3, "rounds") if which is progress.bar else ("label",)
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(KeyboardInterrupt), which(*given):
+            raise KeyboardInterrupt
+        live = stream.isatty()
+        assert stream.getvalue().endswith("\n") == live
+        assert "in 0" not in stream.getvalue()

@@ -43,7 +43,7 @@ class FakeClock:
 
     def measure(self, variants: list[Variant], schedule: Schedule) -> dict[str, Times]:
         clock, sleep = (lambda: self.now), (lambda seconds: None)
-        return measure(variants, schedule, lambda done: None, clock, sleep)
+        return measure(variants, schedule, lambda done: None, clock, sleep, lambda: 0.0)
 
 
 def test_turns_are_counted_without_the_call_that_wakes_the_threads() -> None:
@@ -356,6 +356,63 @@ def test_wrong_samplers_are_refused(
     tensors, reference = exact
     with pytest.raises(check.WrongResultError, match="that one, mean of 16 seeds: relative RMS"):
         reference.check_sampled("that one", lambda s: wrong(tensors, method, s), method, 16)
+
+
+@pytest.fixture(scope="module")
+def larger() -> tuple[inputs.Inputs, check.Exact]:
+    tensors = inputs.Inputs(Case(1, 32, 8, 128, 2048, "bfloat16", 1), 1)
+    return tensors, check.Exact(tensors.q, tensors.keys[0], tensors.values[0], (128,))
+
+
+@pytest.mark.parametrize("method", ["multinomial", "stratified", "systematic", "shared"])
+def test_small_biases_of_samplers_are_refused(
+    larger: tuple[inputs.Inputs, check.Exact], method: str
+) -> None:
+    import santa_torch
+
+    tensors, reference = larger
+
+    def run(seed: int, rows: int = 2048, first: int = 0) -> torch.Tensor:
+        q, k, v = tensors.q, *(t[0][:, :, first:rows] for t in (tensors.keys, tensors.values))
+        seeds = torch.tensor([seed + 1000 * first])
+        out = santa_torch.decode(q, k, v, samples=128, method=method, seed=seeds)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    reference.check_sampled("fine", run, method, 128)
+    with pytest.raises(check.WrongResultError, match="that one, mean of 16 seeds"):
+        reference.check_sampled("that one", lambda seed: 1.1 * run(seed), method, 128)
+    for rows, first in ((1946, 0), (2048, 102)):  # 5 % missing at the end, and at the start
+        with pytest.raises(check.WrongResultError, match="that one"):
+            reference.check_sampled("that one", lambda s: run(s, rows, first), method, 128)  # noqa: B023
+
+
+def test_unbiased_samplers_pass_over_many_seeds(
+    larger: tuple[inputs.Inputs, check.Exact],
+) -> None:
+    _, reference = larger
+    draw = torch.Generator().manual_seed(3)
+    size = reference.expected("multinomial", 128) * reference.out.square().mean().sqrt()
+
+    def run(seed: int) -> torch.Tensor:
+        noise = torch.randn(reference.out.shape, generator=draw, dtype=torch.float64)
+        return (reference.out + size * noise).float()
+
+    for _ in range(300):
+        reference.check_sampled("fine", run, "multinomial", 128)
+
+
+def test_ours_are_held_to_less_than_rivals(exact: tuple[inputs.Inputs, check.Exact]) -> None:
+    _, reference = exact
+    for dtype, own_error in (
+        (torch.bfloat16, 0.006),
+        (torch.float16, 0.003),
+        (torch.float32, 4e-5),
+    ):
+        out = (1 + own_error) * reference.out
+        with pytest.raises(check.WrongResultError, match="ours"):
+            reference.check_exact("ours", out, dtype)
+        assert reference.check_peer("theirs", out, dtype)[1] is False
 
 
 def test_wrong_exact_outputs_are_refused(exact: tuple[inputs.Inputs, check.Exact]) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-#: Seconds between turns: thread pools of the last variant stop spinning and leave the cores.
-REST = 0.002
+#: Between turns the thread pools of the last variant stop spinning and leave the cores: seconds of
+#: a look, the share of a core in use at which they have, and seconds after which the next goes on.
+REST, SETTLED, PATIENCE = 0.005, 0.2, 0.05
 
 #: A variant this many times slower than the fastest, the floor aside, takes part in every third
 #: round only.
@@ -176,6 +177,7 @@ def measure(
     progress: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
+    used: Callable[[], float] = time.process_time,
 ) -> dict[str, Times]:
     """Time all variants interleaved.
 
@@ -190,8 +192,8 @@ def measure(
         How often.
     progress : callable
         Called with the number of rounds done.
-    clock, sleep : callable
-        Seconds, and how to wait; tests pass their own.
+    clock, sleep, used : callable
+        Seconds, how to wait, and CPU seconds of this process; tests pass their own.
 
     Returns
     -------
@@ -199,7 +201,7 @@ def measure(
         ``Times`` by name of variant.
     """
     results = {variant.name: Times() for variant in variants}
-    order, turns = random.Random(schedule.seed), _Turns(schedule, clock, sleep)
+    order, turns = random.Random(schedule.seed), _Turns(schedule, clock, sleep, used)
     pace: dict[str, float] = {}
     try:
         for number in range(-1, schedule.rounds):  # round -1 warms up and sets the pace
@@ -249,20 +251,35 @@ class _Turns:
     """Takes turns, each from where the last one left the sets."""
 
     def __init__(
-        self, schedule: Schedule, clock: Callable[[], float], sleep: Callable[[float], None]
+        self,
+        schedule: Schedule,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        used: Callable[[], float],
     ) -> None:
-        self.schedule, self.clock, self.sleep = schedule, clock, sleep
+        self.schedule, self.clock, self.sleep, self.used = schedule, clock, sleep, used
         self.cursor = 0
 
     def take(self, variant: Variant, pace: float | None) -> list[float]:
         """Seconds per call of one turn's counted calls."""
         repeats = 1 if not pace else max(1, min(1000, round(RESOLUTION / pace)))
-        self.sleep(REST)
+        self._settle()
         variant.prepare()
         try:
             return [self._time(variant, repeats) for _ in range(self.schedule.calls + 1)][1:]
         finally:
             variant.rest()
+
+    def _settle(self) -> None:
+        """Wait until hardly anything of this process runs, or patience ends."""
+        start = self.clock()
+        while True:
+            before, began = self.used(), self.clock()
+            self.sleep(REST)
+            now = self.clock()
+            passed = max(now - began, REST)
+            if self.used() - before < SETTLED * passed or now - start + REST > PATIENCE:
+                return
 
     def _time(self, variant: Variant, repeats: int) -> float:
         run, sets, cursor = variant.run, self.schedule.sets, self.cursor
