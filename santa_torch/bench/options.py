@@ -92,6 +92,9 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("argument --context: is for --model; rows of operators are --rows")
     rounds, calls = ROUNDS[pace]
     threads = tuple(given.threads or (usable_cores(),))
+    for word in ("all", "none"):
+        if given.peers and word in given.peers and len(given.peers) > 1:
+            parser.error(f"argument --peers: {word!r} stands alone, got {' '.join(given.peers)!r}")
     chosen = given.peers or [key for key in PEERS if not (given.quick and key in COMPILED)]
     return Options(
         suite="by hand" if by_hand else pace,

@@ -54,7 +54,7 @@ def _session(onnxruntime: Any, model: bytes, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what fails is raised as well
     # Its threads spin while it runs, and leave the cores to others when it is done.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

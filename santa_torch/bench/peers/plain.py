@@ -5,6 +5,7 @@ All take ``q [B, Hq, D]`` and attend ``k, v [B, Hkv, L, D]`` with one query row.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,19 +19,41 @@ from santa_torch.bench.timing import Variant
 
 
 def grouped(peer: Peer, case: Case, inputs: Inputs) -> Built:
-    """matmul, softmax, matmul over the query heads of a KV head, into preallocated outputs."""
+    """matmul, softmax, matmul over the query heads of a KV head, into preallocated outputs.
+
+    The scores are formed as ``q K^T`` or as ``K q^T``, whichever is faster at the case.
+    """
     q, keys, values = _grouped_q(case, inputs), inputs.keys, inputs.values
     transposed = [k.transpose(-1, -2) for k in keys]
     scores = q.new_empty(case.batch, case.kv_heads, case.group, case.rows)
+    columns = q.new_empty(case.batch, case.kv_heads, case.rows, case.group)
     weights, out = torch.empty_like(scores), torch.empty_like(q)
     scale = case.head_dim**-0.5
 
-    def run(i: int) -> torch.Tensor:
+    def wide(i: int) -> torch.Tensor:
         torch.matmul(q * scale, transposed[i], out=scores)
         torch.softmax(scores, -1, out=weights)  # fp32 inside, whatever the dtype
         return torch.matmul(weights, values[i], out=out)
 
-    return _built(peer, inputs, run)
+    def tall(i: int) -> torch.Tensor:
+        torch.matmul(keys[i], (q * scale).transpose(-1, -2), out=columns)
+        torch.softmax(columns.transpose(-1, -2), -1, out=weights)
+        return torch.matmul(weights, values[i], out=out)
+
+    run = min((wide, tall), key=lambda form: _pace(form, len(keys)))
+    built = _built(peer, inputs, run)
+    built.note = "scores as K q^T" if run is tall else ""
+    return built
+
+
+def _pace(run: Callable[[int], Any], sets: int) -> float:
+    """Seconds of the fastest of a few calls after the first."""
+    seconds = []
+    for i in range(5):
+        start = time.perf_counter()
+        run(i % sets)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def compiled(peer: Peer, case: Case, inputs: Inputs) -> Built:
