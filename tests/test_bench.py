@@ -43,6 +43,8 @@ def arguments(tmp_path: Path) -> list[str]:
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("--methods topk", "argument --methods: invalid choice: 'topk'"),
         ("--samples 99999999", "argument --samples: must be between 1 and 16777216, got"),
+        ("--peers none grouped", "argument --peers: 'none' stands alone, got 'none grouped'"),
+        ("--peers grouped all", "argument --peers: 'all' stands alone, got 'grouped all'"),
         ("--peers numpy", "argument --peers: invalid choice: 'numpy'"),
         ("--wait -1", "argument --wait: must be seconds, 0 or more, got '-1'"),
         ("--wait inf", "argument --wait: must be seconds, 0 or more, got 'inf'"),
@@ -152,11 +154,18 @@ def test_a_case_that_does_not_fit_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--rows", "100000", "--memory", "0.1", "--peers", "none", "--wait", "0"]
-    assert main([*given, "--out", str(tmp_path)]) == 0
-    assert "skipped: needs" in capsys.readouterr().out
+    assert main([*given, "--out", str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert "skipped: needs" in shown.out
+    assert "wrote" not in shown.out
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("bench: error: nothing was measured: every shape was skipped, ")
+    assert "first because it needs" in last
     (case,) = json.loads((tmp_path / "results.json").read_text())["cases"]
     assert "of memory for two sets" in case["skipped"]
     assert case["variants"] == []
+    assert case["quiet"] is None
+    assert main([*given, "--rows", "64", "100000", "--out", str(tmp_path)]) == 0
 
 
 def test_peers_that_need_too_much_are_left_out_first(tmp_path: Path) -> None:

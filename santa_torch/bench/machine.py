@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,18 @@ from santa_torch.bench.options import usable_cores
 #: Cores in use by others above which the machine is not quiet.
 BUSY_CORES = 0.1
 
+#: Rivals, and what brings them; those that are installed are named with their versions.
+_PACKAGES = (
+    "onnxruntime",
+    "onnx",
+    "openvino",
+    "transcribe-cpp-native",
+    "libggml-python",
+    "llama-cpp-python",
+    "transformers",
+)
+
+_QUIET: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 10}
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _CPU = Path("/sys/devices/system/cpu")
 
@@ -33,18 +48,24 @@ def facts() -> dict[str, Any]:
     """
     build = santa_torch.build_info()
     return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "revision": _revision(Path(santa_torch.__file__)),
         "processor": _processor(),
+        "processor_family": _cpuinfo("cpu family"),
+        "processor_model": _cpuinfo("model"),
         "cores": usable_cores(),
         "caches": _caches(),
         "memory_bytes": _meminfo("MemTotal"),
         "transparent_huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "system": f"{platform.system()} {platform.machine()}",
+        "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "santa_torch": build.version,
         "compiler": build.compiler,
         "cpu_level": build.cpu_level,
         "cpu_levels": list(build.cpu_levels),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
 
 
@@ -161,10 +182,38 @@ class Watch:
 
 
 def _processor() -> str | None:
+    return _cpuinfo("model name") or platform.processor() or None
+
+
+def _cpuinfo(key: str) -> str | None:
+    """What the first core says of itself."""
     for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or None
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip() or None
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _revision(file: Path) -> str | None:
+    """The revision of the checkout that holds this file; None for an installed package.
+
+    An environment may lie in a checkout of something else: the file has to be one of its own.
+    """
+    git = ["git", "-C", str(file.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **_QUIET)
+        commands = (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"])
+        revision, changed = (subprocess.run([*git, *c], **_QUIET).stdout for c in commands)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return str(revision).strip() + ("-changed" if changed else "")
 
 
 def _cache_list() -> list[tuple[str, int]]:

@@ -10,7 +10,12 @@ from santa_torch.bench.own import DENSE, FLOOR, label
 from santa_torch.bench.results import CaseResult, Row
 
 _OURS = ("#e45756", "#f58518", "#72b7b2", "#54a24b", "#b279a2")
-_PEERS = ("#4c78a8", "#8a8f98", "#9ecae9", "#bab0ac", "#79706e", "#a0cbe8", "#6b6ecf", "#9c9ede")
+#: A colour and a marker for each rival.
+_PEERS = (
+    "#1f4e79", "#7f7f7f", "#4c9be8", "#c9a227", "#4b3b2a",
+    "#17becf", "#6b6ecf", "#bcbd22", "#222222", "#c49c94",
+)  # fmt: skip
+_MARKERS = "sv^<>DPX*d"
 
 
 def available() -> bool:
@@ -61,7 +66,7 @@ class _TimeByRows:
         names = dict.fromkeys(
             row.name for result in self.data for row in result.rows if _usual(result, row)
         )
-        ours, peers = iter(_OURS * 9), iter(_PEERS * 9)
+        ours, peers = iter(_OURS * 9), iter(tuple(zip(_PEERS, _MARKERS, strict=True)) * 9)
         for name in names:
             points = [
                 (result.case.rows, row.ms) for result in self.data if (row := result.row(name))
@@ -73,7 +78,8 @@ class _TimeByRows:
             elif name.startswith("santa"):
                 style = {"color": next(ours), "marker": "o", "linewidth": 2}
             else:
-                style = {"color": next(peers), "marker": ".", "linewidth": 1}
+                colour, marker = next(peers)
+                style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1}
             axes.plot(*zip(*points, strict=True), label=name, **style)
         rows = [result.case.rows for result in self.data]
         axes.set(xscale="log", yscale="log", xlabel="rows of the KV cache", ylabel="ms per call")
@@ -138,7 +144,9 @@ class _ShareByCase:
             places = [i + 0.4 * offset for i in range(len(self.data))]
             values = [shares.get(title, 0.0) for _, shares in self.data]
             drawn = axes.barh(places, values, 0.38, color=colour, label=title)
-            axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
+            # On white, so that the line at 100 % ends where a figure stands.
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7, bbox=paper, zorder=5)
         axes.set_yticks([i + 0.2 for i in range(len(self.data))], [n for n, _ in self.data])
         axes.tick_params(axis="y", labelsize=7)
         axes.invert_yaxis()

@@ -23,7 +23,8 @@ _HEADER = ("", "ms", "median", "of floor", "vs dense", "spread", "vs peer", "err
 def heading(facts: dict[str, Any]) -> str:
     """Say what the figures are from."""
     caches = ", ".join(
-        f"{name} {size / 2**20:.4g} MiB" for name, size in (facts["caches"] or {}).items()
+        f"{name} {count / 2**10:.4g} KiB" if count < 2**20 else f"{name} {count / 2**20:.4g} MiB"
+        for name, count in (facts["caches"] or {}).items()
     )
     memory = facts["memory_bytes"]
     return "\n".join(
@@ -245,7 +246,8 @@ def write(directory: Path, texts: dict[str, str | Callable[[Path], bool]]) -> li
     directory : Path
         Exists.
     texts : dict
-        By name of file its text, or a function that draws to a path and says whether it did.
+        By name of file its text, or a function that draws to a path and says whether it did. Where
+        it did not, a file of that name is removed.
 
     Returns
     -------
@@ -261,6 +263,7 @@ def write(directory: Path, texts: dict[str, str | Callable[[Path], bool]]) -> li
             if isinstance(content, str):
                 path.write_text(content, encoding="utf-8")
             elif not content(path):
+                (directory / name).unlink(missing_ok=True)  # of an earlier run, and not of this one
                 continue
             path.chmod(0o644)
             path.replace(directory / name)

@@ -86,6 +86,11 @@ class CaseResult:
         """Rows of these families that have times."""
         return [row for row in self.rows if row.family in families and row.times.seconds]
 
+    @property
+    def measured_any(self) -> bool:
+        """Whether there are times; without, nobody knows whether the machine was quiet."""
+        return any(row.times.seconds for row in self.rows)
+
     def strongest(self, *families: str) -> Row | None:
         """The fastest of these families, by its lower quartile."""
         return min(self.measured(*families), key=lambda row: row.ms or 0.0, default=None)
@@ -105,7 +110,7 @@ class CaseResult:
             "rotated_bytes": self.rotated_bytes,
             "sets": self.sets,
             "skipped": self.skipped,
-            "quiet": self.disturbance.quiet,
+            "quiet": self.disturbance.quiet if self.measured_any else None,
             "cores_of_others": self.disturbance.cores,
             "seconds_waited": self.disturbance.waited,
             "strongest_peer": peer.name if peer else None,
@@ -194,7 +199,9 @@ class ModelResult:
             "name": self.name,
             "context": self.context,
             "notes": self.notes,
-            "quiet": self.disturbance.quiet,
+            "quiet": self.disturbance.quiet
+            if any(t.seconds for t in self.times.values())
+            else None,
             "cores_of_others": self.disturbance.cores,
             "contenders": [
                 {

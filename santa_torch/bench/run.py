@@ -15,7 +15,7 @@ from santa_torch.bench import machine, plots, report, targets
 from santa_torch.bench.cases import Case
 from santa_torch.bench.check import WrongResultError
 from santa_torch.bench.operators import Settings, run_case
-from santa_torch.bench.options import BenchError, Options
+from santa_torch.bench.options import BenchError, Options, usable_cores
 from santa_torch.bench.results import CaseResult, ModelResult
 
 
@@ -30,11 +30,12 @@ def run(options: Options, watch: machine.Watch | None = None) -> dict[str, Any]:
     Raises
     ------
     BenchError
-        A folder, a level or a model is not there, or an output is wrong.
+        A folder, a level or a model is not there, an output is wrong, or no shape fits.
     KeyboardInterrupt
         Ctrl-C; what was measured until then is in the files.
     """
     _make_directory(options)
+    _warn(options)
     session = _Session(options, watch or machine.Watch())
     print(report.heading(session.facts), flush=True)
     try:
@@ -43,6 +44,11 @@ def run(options: Options, watch: machine.Watch | None = None) -> dict[str, Any]:
         raise BenchError(f"wrong result: {error}") from None
     finally:
         written = session.write()
+    reasons = [result.skipped for result in session.results]
+    if reasons and all(reasons):
+        raise BenchError(
+            f"nothing was measured: every shape was skipped, the first because it {reasons[0]}"
+        )
     print(session.closing())
     for path in written:
         print(f"wrote {path}")
@@ -99,6 +105,9 @@ class _Session:
         """Everything as plain values."""
         settings = {**asdict(self.options), "out": str(self.options.out)}
         del settings["cases"]
+        if not self.options.model:  # what the cases ask for, rather than what a model would get
+            counts = {count for case in self.options.cases for count in case.samples}
+            settings["samples"] = sorted(counts)
         return report.document(self.facts, settings, self.results, self.models, self.verdicts())
 
     def closing(self) -> str:
@@ -120,9 +129,8 @@ class _Session:
             "results.csv": report.rows_csv(document),
             "results.json": report.dumps(document),
         }
-        if plots.available():
-            draw = partial(plots.draw, self.results)
-            files |= {"bench.png": draw, "bench.svg": draw}
+        draw = partial(plots.draw, self.results)
+        files |= {"bench.png": draw, "bench.svg": draw}
         return report.write(self.options.out, files)
 
     def _table(self, result: CaseResult) -> str:
@@ -151,5 +159,16 @@ def _make_directory(options: Options) -> None:
             pass  # it can be written to: said now rather than after the runs
     except OSError as error:
         raise BenchError(f"argument --out: {str(options.out)!r}: {error.strerror}") from None
+
+
+def _warn(options: Options) -> None:
+    """Say what makes figures less than they could be."""
+    cores = usable_cores()
+    if max(options.threads) > cores:
+        print(
+            f"bench: warning: argument --threads: {max(options.threads)} threads take turns on "
+            f"{cores} cores, which measures the scheduler",
+            file=sys.stderr,
+        )
     if not plots.available():
         print("bench: no plots, matplotlib is not installed", file=sys.stderr)
