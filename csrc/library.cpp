@@ -24,7 +24,8 @@ STABLE_TORCH_LIBRARY(santa, m) {
   // words: the floor that benchmarks measure against.
   m.def("read_through(Tensor x) -> int");
 
-  // Asks the system for huge pages under a contiguous CPU tensor that is not written yet: a hint.
+  // Asks the system for huge pages under a contiguous CPU tensor that is not written yet. A hint about its memory,
+  // not a change of its values: a graph may drop it. The memory keeps the advice after the tensor is freed.
   m.def("prefer_huge_pages(Tensor x) -> ()");
 
   // Switches the timing of the CPU backend's stages on or off and returns the seconds spent in each since the last

@@ -24,8 +24,8 @@ class Carver {
     const int64_t at = end_;
     overflow |= __builtin_add_overflow(bytes, kAlignment - 1, &bytes);
     overflow |= __builtin_add_overflow(end_, bytes / kAlignment * kAlignment, &end_);
-    if (overflow) {
-      throw std::invalid_argument("santa: q and k are too large together: scratch memory would pass 2^63 bytes");
+    if (overflow || end_ > kMaxBytes) {
+      throw std::invalid_argument("santa: q and k are too large together: scratch memory would pass 2^62 bytes");
     }
     return at;
   }
@@ -33,6 +33,7 @@ class Carver {
 
  private:
   static constexpr int64_t kAlignment = 64;
+  static constexpr int64_t kMaxBytes = int64_t{1} << 62;  // whoever allocates may round up
   int64_t end_ = 0;
 };
 

@@ -343,9 +343,9 @@ def test_numpy_numbers_are_numbers() -> None:
     assert torch.equal(got, santa_torch.decode(q, k, v, samples=3, scale=0.5, layer=2))
 
 
-def test_a_plan_past_63_bits_is_an_error() -> None:
+def test_a_plan_past_62_bits_is_an_error() -> None:
     """Broadcast inputs can ask for it without holding memory; a plan that wraps writes anywhere."""
-    with pytest.raises(ValueError, match="2\\^63 bytes"):
+    with pytest.raises(ValueError, match="2\\^62 bytes"):
         _load.C.plan_cpu(2**15, 2**16, 1, 2**31 - 256, 1, 1, "systematic")
 
 

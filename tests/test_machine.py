@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compare import OPS
 
 import santa_torch
 
@@ -17,24 +18,24 @@ def xor_of(x: torch.Tensor) -> int:
 
 @pytest.fixture(params=santa_torch.build_info().cpu_levels)
 def level(request):
-    before = torch.ops.santa.cpu_level()
-    torch.ops.santa.set_cpu_level(request.param)
+    before = OPS.cpu_level()
+    OPS.set_cpu_level(request.param)
     yield request.param
-    torch.ops.santa.set_cpu_level(before)
+    OPS.set_cpu_level(before)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 4096, 1_000_003])
 def test_returns_the_xor_of_all_words(level, size):
     x = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    assert torch.ops.santa.read_through(x) == xor_of(x)
+    assert OPS.read_through(x) == xor_of(x)
 
 
 def test_one_changed_bit_anywhere_shows(level):
     x = torch.randint(-(2**62), 2**62, (5000,))
-    before = torch.ops.santa.read_through(x)
+    before = OPS.read_through(x)
     for at in (0, 1, 2500, 4999):
         x[at] ^= 1
-        assert torch.ops.santa.read_through(x) == before ^ 1
+        assert OPS.read_through(x) == before ^ 1
         x[at] ^= 1
 
 
@@ -42,7 +43,7 @@ def test_refuses_what_it_cannot_read_in_one_go():
     with pytest.raises(
         ValueError, match=r"x must be a contiguous tensor on the CPU, got float32 \[4, 4\]"
     ):
-        torch.ops.santa.read_through(torch.zeros(4, 8)[:, :4])
+        OPS.read_through(torch.zeros(4, 8)[:, :4])
 
 
 def huge_kilobytes() -> int:
@@ -56,7 +57,7 @@ def test_huge_pages_are_given_where_they_are_asked_for():
         pytest.skip("this system gives huge pages always or never")
     before = huge_kilobytes()
     x = torch.empty(64 << 20, dtype=torch.uint8)
-    torch.ops.santa.prefer_huge_pages(x)
+    OPS.prefer_huge_pages(x)
     x.zero_()
     assert huge_kilobytes() - before >= 32 << 10
 
@@ -64,7 +65,7 @@ def test_huge_pages_are_given_where_they_are_asked_for():
 @pytest.mark.parametrize("size", [0, 1, 4096, (4 << 20) + 1])
 def test_huge_pages_leave_what_is_written(size):
     x = torch.arange(size, dtype=torch.int64)
-    torch.ops.santa.prefer_huge_pages(x)
+    OPS.prefer_huge_pages(x)
     assert torch.equal(x, torch.arange(size, dtype=torch.int64))
 
 
@@ -72,9 +73,9 @@ def test_stages_are_timed_only_while_asked():
     q, k = torch.randn(1, 4, 64), torch.randn(1, 2, 4096, 64)
     times = {}
     for on in (False, True):
-        torch.ops.santa.time_stages(on)
+        OPS.time_stages(on)
         santa_torch.decode(q, k, k, samples=64)
-        text = torch.ops.santa.time_stages(False)
+        text = OPS.time_stages(False)
         times[on] = {name: float(value) for name, value in (x.split("=") for x in text.split())}
     assert set(times[True]) == {
         "score", "softmax", "include", "draw", "gather", "accumulate", "merge"
@@ -84,3 +85,4 @@ def test_stages_are_timed_only_while_asked():
         "score", "softmax", "include", "draw", "gather"
     }  # fmt: skip
     assert sum(times[True].values()) < 10
+    assert not any(float(x.split("=")[1]) for x in OPS.time_stages(False).split())  # taken once

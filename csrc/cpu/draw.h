@@ -10,7 +10,7 @@ namespace santa::cpu {
 // What rows are drawn from: integer weights of one head, or integer inclusion probabilities of one group, with the
 // sums that let a draw skip what it does not need.
 struct Density {
-  const uint32_t* values;      // [chunks * kChunkRows], zero past the sequence
+  const uint32_t* values;      // [chunks * kChunkRows]; zero to the end of the last row's block, then undefined
   const uint64_t* block_sums;  // [chunks * kChunkRows / kBlockRows]
   const uint64_t* chunk_sums;  // [chunks]
   int64_t chunks;

@@ -14,7 +14,7 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 // Asks for huge pages under the whole ones of [data, data + bytes): rows drawn all over a cache then miss the
 // translation buffers less. A hint: refusal costs time, not results. To be given before the memory is first
 // written.
-inline void prefer_huge_pages(void* data, int64_t bytes) {
+inline void prefer_huge_pages(const void* data, int64_t bytes) {
 #if defined(__linux__)
   const uintptr_t page = kHugePage;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;

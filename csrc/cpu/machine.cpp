@@ -18,6 +18,16 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int64_t kGrain = 1024;  // lines below which a thread is not worth waking
 
+const void* check_memory(const std::string& op, const Tensor& x) {
+  check_given(op, "x", x);
+  if (!x.is_cpu() || !x.is_contiguous()) {
+    fail(op, "x must be a contiguous tensor on the CPU, got ", dtype_text(x), " ", shape_text(x));
+  }
+  return x.const_data_ptr();
+}
+
+int64_t bytes_of(const Tensor& x) { return x.numel() * static_cast<int64_t>(x.element_size()); }
+
 // The bytes past the last whole word, as a word.
 uint64_t read_rest(const char* from, int64_t bytes) {
   uint64_t all = 0;
@@ -31,12 +41,8 @@ uint64_t read_rest(const char* from, int64_t bytes) {
 
 int64_t read_through_op(const Tensor& x) {
   const std::string op = "santa::read_through";
-  check_given(op, "x", x);
-  if (!x.is_cpu() || !x.is_contiguous()) {
-    fail(op, "x must be a contiguous tensor on the CPU, got ", dtype_text(x), " ", shape_text(x));
-  }
-  const char* data = static_cast<const char*>(x.const_data_ptr());
-  const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size());
+  const char* data = static_cast<const char*>(check_memory(op, x));
+  const int64_t bytes = bytes_of(x);
   const KernelTable& kernels = active_kernels();
   std::atomic<uint64_t> all{read_rest(data + bytes / kLine * kLine, bytes % kLine)};
   torch_parallel_for(bytes / kLine, kGrain, [&](int64_t begin, int64_t end) {
@@ -47,11 +53,7 @@ int64_t read_through_op(const Tensor& x) {
 
 void prefer_huge_pages_op(Tensor x) {
   const std::string op = "santa::prefer_huge_pages";
-  check_given(op, "x", x);
-  if (!x.is_cpu() || !x.is_contiguous()) {
-    fail(op, "x must be a contiguous tensor on the CPU, got ", dtype_text(x), " ", shape_text(x));
-  }
-  prefer_huge_pages(x.mutable_data_ptr(), x.numel() * static_cast<int64_t>(x.element_size()));
+  prefer_huge_pages(check_memory(op, x), bytes_of(x));
 }
 
 std::string time_stages_op(bool on) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <type_traits>
 
 #include "denormals.h"
 
@@ -51,9 +52,12 @@ inline torch::stable::Tensor empty(std::initializer_list<int64_t> sizes, torch::
 class Output {
  public:
   // What the dispatcher takes over. A type of its own, since torch still has a global function for bare handles.
+  // torch's conversion of returned values copies any small trivial type bit by bit; what a schema calls a Tensor
+  // is then owned by the caller.
   struct Handle {
     AtenTensorHandle handle;
   };
+  static_assert(sizeof(Handle) == sizeof(StableIValue) && std::is_trivially_copyable_v<Handle>);
 
   Output(std::initializer_list<int64_t> sizes, torch::headeronly::ScalarType dtype)
       : handle_(empty_handle(sizes, dtype)) {}
