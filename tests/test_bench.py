@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from santa_torch.bench import check, inputs, machine, main, operators, own, report, targets, timing
-from santa_torch.bench.cases import Case, full_suite
-from santa_torch.bench.options import PEERS, parse
+from santa_torch.bench import check, inputs, machine, main, operators, own, report, timing
+from santa_torch.bench.cases import Case
+from santa_torch.bench.options import PEERS
 from santa_torch.bench.peers import PEERS as BUILT_PEERS
 from santa_torch.bench.peers import ggml
 from santa_torch.bench.timing import Schedule, Variant
@@ -31,43 +31,6 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 # --- the command line
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--rows 0", "argument --rows: must be a positive integer, got '0'"),
-        ("--rows x", "argument --rows: must be a positive integer, got 'x'"),
-        ("--heads 32", "argument --heads: must be query heads/KV heads, as 32/8, got '32'"),
-        ("--heads 9/2", "argument --heads: 9 query heads are no multiple of 2"),
-        ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("--methods topk", "argument --methods: invalid choice: 'topk'"),
-        ("--samples 99999999", "argument --samples: must be between 1 and 16777216, got"),
-        ("--peers none grouped", "argument --peers: 'none' stands alone, got 'none grouped'"),
-        ("--peers grouped all", "argument --peers: 'all' stands alone, got 'grouped all'"),
-        ("--peers numpy", "argument --peers: invalid choice: 'numpy'"),
-        ("--wait -1", "argument --wait: must be seconds, 0 or more, got '-1'"),
-        ("--wait inf", "argument --wait: must be seconds, 0 or more, got 'inf'"),
-        ("--memory none", "argument --memory: must be more than 0 GiB, got 'none'"),
-        ("--quick --full", "argument --full: not allowed with argument --quick"),
-        ("--full --rows 16", "argument --full: lists its own shapes"),
-        ("--model gpt2", "argument --model: invalid choice: 'gpt2'"),
-        ("--model smollm2 --rows 16", "argument --model: shapes are the model's"),
-        ("--context 16", "argument --context: is for --model"),
-        (f"--out {__file__}", "is not a directory"),
-        ("--unknown", "unrecognized arguments: --unknown"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    given: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(given.split())
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
-    assert error.startswith("bench: error: ")
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -96,55 +59,6 @@ def test_what_is_not_there_is_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("bench: error: ")
     assert message in error
-
-
-def test_axes_given_by_hand_are_multiplied() -> None:
-    given = "--rows 16 32 --batch 1 2 --dtype float32 --methods shared --threads 1"
-    options = parse(given.split())
-    assert [(case.rows, case.batch) for case in options.cases] == [
-        (16, 1),
-        (32, 1),
-        (16, 2),
-        (32, 2),
-    ]
-    assert {case.dtype for case in options.cases} == {"float32"}
-    assert {case.methods for case in options.cases} == {("dense", "shared")}
-    assert {(case.heads, case.kv_heads) for case in options.cases} == {(32, 8)}
-
-
-def test_suites() -> None:
-    default, quick, full = (
-        parse([*flags, "--threads", "2"]) for flags in ([], ["--quick"], ["--full"])
-    )
-    assert {(case.batch, case.rows) for case in default.cases} == {
-        (1, 8192), (4, 8192), (1, 32768), (1, 131072),
-    }  # fmt: skip
-    assert set(default.peers) == set(PEERS) == set(quick.peers) | {"compiled", "flex"}
-    assert len(full.cases) == len(set(full.cases)) == 20
-    assert set(full_suite(2)) == set(full.cases)
-    assert parse(["--peers", "none"]).peers == ()
-
-
-def test_every_target_has_a_case_in_the_full_suite() -> None:
-    for target in targets.TARGETS:
-        assert any(target.where(case) for case in full_suite(2)), target.text
-
-
-def test_help_needs_no_torch() -> None:
-    script = (
-        "import sys, types\n"
-        "sys.modules['santa_torch'] = package = types.ModuleType('santa_torch')\n"
-        f"package.__path__ = [{str(Path(timing.__file__).parent.parent)!r}]\n"
-        "from santa_torch.bench.options import parse\n"
-        "try: parse(['--help'])\n"
-        "except SystemExit as stop: assert stop.code == 0\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    )
-    for option in ("rows", "heads", "peers", "model", "quick", "full", "wait", "out"):
-        assert f"--{option}" in done.stdout
 
 
 # --- memory
@@ -416,74 +330,6 @@ def test_without_matplotlib_there_are_no_plots(
     assert "no plots, matplotlib is not installed" in capsys.readouterr().err
     assert not Path(arguments[-1], "bench.png").exists()
     assert Path(arguments[-1], "results.json").exists()
-
-
-# --- models
-
-
-@pytest.fixture
-def tiny_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A tiny Llama in place of the packaged model, and the bench that was made of it."""
-    from tiny_models import tiny_llama, tokens
-
-    from santa_torch.bench import model, steps
-
-    llama = tiny_llama()
-
-    def load(context: int, options: Any) -> model.Loaded:
-        def fill(cache: Any, rows: int) -> None:
-            steps.prefill(llama, tokens(1, rows), cache, lambda done: None)
-
-        return model.Loaded(llama, "a tiny one", fill, ("a note",), True)
-
-    made: list[Any] = []
-    honest = model._Bench
-
-    def bench(*given: Any) -> Any:
-        made.append(honest(*given))
-        return made[0]
-
-    monkeypatch.setitem(model._LOADERS, "smollm2", load)
-    monkeypatch.setattr(model, "_Bench", bench)
-    return made
-
-
-MODEL = "--model smollm2 --context 100 --samples 8 --threads 1 --rounds 2 --wait 0".split()  # noqa: SIM905
-
-
-def test_model_steps(
-    tiny_model: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*MODEL, "--out", str(tmp_path)]) == 0
-    (model,) = json.loads((tmp_path / "results.json").read_text())["models"]
-    keys = ["santa", "dense", "sdpa", "eager", "short-santa", "short-sdpa"]
-    assert [row["key"] for row in model["contenders"]] == keys
-    rows = {row["key"]: row for row in model["contenders"]}
-    wanted = rows["sdpa"]["ms"] / rows["santa"]["ms"]
-    assert rows["sdpa"]["over_ours"]["value"] == pytest.approx(wanted)
-    lengths = {key: cache.get_seq_length() for key, cache in tiny_model[0]._caches.items()}
-    assert lengths == {key: 64 if key.startswith("short") else 100 for key in keys}
-    out = capsys.readouterr().out
-    assert "a tiny one, bfloat16, 100 rows, S = 8, 1 thread" in out
-    assert "a note" in out
-    assert (tmp_path / "results.csv").read_text().count(",model,") == 6
-
-
-def test_a_planted_wrong_attention_of_a_model_is_refused(
-    tiny_model: list[Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    honest = torch.ops.santa.decode
-
-    def wrong(q: Any, k: Any, v: Any, **more: Any) -> Any:
-        return honest(q, k, v.flip(2), **more)
-
-    monkeypatch.setattr(torch.ops.santa, "decode", wrong)
-    assert main([*MODEL, "--out", str(tmp_path)]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("bench: error: wrong result: HF SDPA, DynamicCache: logits are off by")
 
 
 def test_the_script_sets_up_and_passes_arguments_on(root: Path, tmp_path: Path) -> None:

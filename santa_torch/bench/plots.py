@@ -13,7 +13,7 @@ _OURS = ("#e45756", "#f58518", "#72b7b2", "#54a24b", "#b279a2")
 #: A colour and a marker for each rival.
 _PEERS = (
     "#1f4e79", "#7f7f7f", "#4c9be8", "#c9a227", "#4b3b2a",
-    "#17becf", "#6b6ecf", "#bcbd22", "#222222", "#c49c94",
+    "#17becf", "#6b6ecf", "#bcbd22", "#e377c2", "#c49c94",
 )  # fmt: skip
 _MARKERS = "sv^<>DPX*d"
 

@@ -148,14 +148,14 @@ NOTES = (
     "ms: lower quartile of interleaved calls. of floor: time to read K and V once over own time; "
     "a method that reads less can pass 100 %.",
     "vs dense, vs peer: times as fast as our exact attention, and as the strongest peer of the "
-    "case; spread: where 80 % of repeated runs would put vs dense.",
+    "case; spread: the middle 80 % of vs dense over redrawn rounds.",
     "error: relative RMS of one output against float64; of sampled methods it is the sampling.",
 )
 
 MODEL_NOTES = (
     "ms/token: lower quartile of whole steps, contenders taking turns. of 64 tokens, of ours: own "
-    "time over that of the fastest step at 64 tokens, and over santa shared; spread: where 80 % of "
-    "repeated runs would put the latter.",
+    "time over that of the fastest step at 64 tokens, and over santa shared; spread: the middle "
+    "80 % of the latter over redrawn rounds.",
     "Exact attention comes with transformers' default cache, which copies itself at every step.",
 )
 

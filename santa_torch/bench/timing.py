@@ -102,8 +102,7 @@ class Ratio:
     value : float
         Ratio of the lower quartiles of all calls.
     low, high : float
-        Where the middle 80 % of such ratios lie when rounds are drawn anew: what repeating the run
-        would move it by.
+        Where the middle 80 % of such ratios lie when the run's rounds are drawn anew.
     """
 
     value: float
