@@ -51,7 +51,9 @@ def test_an_imprecise_peer_is_timed_and_noted(
     row = case["variants"][-1]
     assert row["ms"] is not None
     assert row["relative_rms_error"] == pytest.approx(0.1, abs=0.01)
-    assert row["note"] == f"over its tolerance: {why or 'more than 0.03'}"
+    # the rest is which form of the grouped expression was faster
+    wanted = f"over its tolerance: {why or 'more than 0.03'}"
+    assert row["note"].partition(";")[0] == wanted
     assert case["strongest_peer"] == "planted"
     assert f"1.0e-01  {row['note']}" in capsys.readouterr().out
 
