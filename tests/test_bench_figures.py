@@ -140,6 +140,7 @@ def test_targets_say_where_the_machine_was_not_quiet(tmp_path: Path) -> None:
     assert plots.draw(results, tmp_path / "a.svg")
     svg = (tmp_path / "a.svg").read_text()
     assert "share of the read bandwidth [%] (not quiet: 8k)" in svg
+    assert "D=128, bfloat16 (not quiet: 8k)" in svg
     for result in results:
         result.disturbance = Disturbance(0.0)
     assert plots.draw(results, tmp_path / "b.svg")
