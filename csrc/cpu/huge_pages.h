@@ -16,10 +16,11 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 // written.
 inline void prefer_huge_pages(const void* data, int64_t bytes) {
 #if defined(__linux__)
-  const uintptr_t page = kHugePage;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % kHugePage);
+  const int64_t skipped = past == 0 ? 0 : kHugePage - past;
+  if (bytes - skipped < kHugePage) return;
+  char* first = static_cast<char*>(const_cast<void*>(data)) + skipped;
+  madvise(first, (bytes - skipped) / kHugePage * kHugePage, MADV_HUGEPAGE);
 #else
   static_cast<void>(data);
   static_cast<void>(bytes);
