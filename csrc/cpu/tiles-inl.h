@@ -138,7 +138,24 @@ void score(const ScoreTile& tile) {
 
 constexpr int64_t kPassRows = 32;  // rows visited by every block of heads before the next rows are read
 
-// One block of heads by a few vectors of features. kWhole: the vectors lie wholly within the row.
+// sum[h] += weights[h] * row for a block of heads by a few vectors of features. kWhole: the vectors lie wholly
+// within the row, of which `left` features are left.
+template <class T, int kHeadsHere, int kColumnsHere, bool kWhole>
+inline void add_row(const T* row, int64_t left, const float* weights, int64_t weights_stride,
+                    F (*sum)[kColumnsHere]) {
+  F v[kColumnsHere];
+  if constexpr (kColumnsHere % 2 == 0) {
+    for (int c = 0; c < kColumnsHere; c += 2) Isa::load_pair(row + c * Isa::kLanes, v + c);
+  } else {
+    v[0] = kWhole ? Isa::load(row) : Isa::load_partial(row, left);
+  }
+  for (int h = 0; h < kHeadsHere; ++h) {
+    const F weight = Isa::set1(weights[h * weights_stride]);
+    for (int c = 0; c < kColumnsHere; ++c) sum[h][c] = Isa::fma(weight, v[c], sum[h][c]);
+  }
+}
+
+// One block of heads by a few vectors of features.
 template <class T, int kHeadsHere, int kColumnsHere, bool kAsk, bool kWhole = true>
 inline void accumulate_block(const AccumulateTile& tile, const T* values, const Upcoming<T>& upcoming,
                              int64_t begin, int64_t end, int64_t head, int64_t column) {
@@ -152,20 +169,12 @@ inline void accumulate_block(const AccumulateTile& tile, const T* values, const 
   }
   for (int64_t i = begin; i < end; ++i) {
     const T* row = values + tile.offsets[i] + column;
-    F v[kColumnsHere];
-    if constexpr (kColumnsHere % 2 == 0) {
-      for (int c = 0; c < kColumnsHere; c += 2) Isa::load_pair(row + c * Isa::kLanes, v + c);
-    } else {
-      v[0] = kWhole ? Isa::load(row) : Isa::load_partial(row, tile.value_dim - column);
-    }
     if constexpr (kAsk) {
       const char* far = upcoming.far(i) + column * static_cast<int64_t>(sizeof(T));
       for (int64_t at = 0; at < (kColumnsHere + 1) / 2 * kPairBytes<T>; at += kLineBytes) prefetch_far(far + at);
     }
-    for (int h = 0; h < kHeadsHere; ++h) {
-      const F weight = Isa::set1(weights[h * tile.weights_stride + i]);
-      for (int c = 0; c < kColumnsHere; ++c) sum[h][c] = Isa::fma(weight, v[c], sum[h][c]);
-    }
+    add_row<T, kHeadsHere, kColumnsHere, kWhole>(row, tile.value_dim - column, weights + i, tile.weights_stride,
+                                                 sum);
   }
   for (int h = 0; h < kHeadsHere; ++h) {
     for (int c = 0; c < kColumnsHere; ++c) {
@@ -215,12 +224,17 @@ void accumulate(const AccumulateTile& tile) {
 
 constexpr int64_t kGatherAhead = 16;  // drawn rows that are asked for before they are used
 
+template <class T>
+inline void prefetch_row(const T* row, int64_t length) {
+  const char* start = reinterpret_cast<const char*>(row);
+  for (int64_t at = 0; at < length * static_cast<int64_t>(sizeof(T)); at += kLineBytes) prefetch_far(start + at);
+}
+
 template <class T, int kHeadsHere, int kColumnsHere, bool kWhole = true>
 inline void gather_block(const GatherTile& tile, int64_t head, int64_t column) {
   const T* values = static_cast<const T*>(tile.values);
   const float* weights = tile.weights + head * tile.weights_stride;
   double* sums = tile.sums + head * tile.sums_stride + column;
-  const int64_t row_bytes = tile.value_dim * static_cast<int64_t>(sizeof(T));
   const bool first = head == 0 && column == 0;
   F sum[kHeadsHere][kColumnsHere];
   for (int h = 0; h < kHeadsHere; ++h) {
@@ -228,20 +242,11 @@ inline void gather_block(const GatherTile& tile, int64_t head, int64_t column) {
   }
   for (int64_t i = 0; i < tile.rows; ++i) {
     if (first && i + kGatherAhead < tile.rows) {
-      const char* row = reinterpret_cast<const char*>(values + tile.offsets[i + kGatherAhead]);
-      for (int64_t at = 0; at < row_bytes; at += kLineBytes) prefetch_far(row + at);
+      prefetch_row(values + tile.offsets[i + kGatherAhead], tile.value_dim);
     }
     const T* row = values + tile.offsets[i] + column;
-    F v[kColumnsHere];
-    if constexpr (kColumnsHere % 2 == 0) {
-      for (int c = 0; c < kColumnsHere; c += 2) Isa::load_pair(row + c * Isa::kLanes, v + c);
-    } else {
-      v[0] = kWhole ? Isa::load(row) : Isa::load_partial(row, tile.value_dim - column);
-    }
-    for (int h = 0; h < kHeadsHere; ++h) {
-      const F weight = Isa::set1(weights[h * tile.weights_stride + i]);
-      for (int c = 0; c < kColumnsHere; ++c) sum[h][c] = Isa::fma(weight, v[c], sum[h][c]);
-    }
+    add_row<T, kHeadsHere, kColumnsHere, kWhole>(row, tile.value_dim - column, weights + i, tile.weights_stride,
+                                                 sum);
     if (tile.chunks[i] == tile.chunks[i + 1]) continue;
     for (int h = 0; h < kHeadsHere; ++h) {
       for (int c = 0; c < kColumnsHere; ++c) {
@@ -268,10 +273,8 @@ inline void gather_columns(const GatherTile& tile, int64_t head) {
 template <class T>
 void gather(const GatherTile& tile) {
   const T* values = static_cast<const T*>(tile.values);
-  const int64_t row_bytes = tile.value_dim * static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < tile.rows && i < kGatherAhead; ++i) {
-    const char* row = reinterpret_cast<const char*>(values + tile.offsets[i]);
-    for (int64_t at = 0; at < row_bytes; at += kLineBytes) prefetch_far(row + at);
+    prefetch_row(values + tile.offsets[i], tile.value_dim);
   }
   for (int64_t h = 0; h < tile.heads; ++h) {
     for (int64_t d = 0; d < tile.sums_stride; ++d) tile.sums[h * tile.sums_stride + d] = 0.0;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -17,6 +16,7 @@ from santa_torch.bench.check import WrongResultError
 from santa_torch.bench.operators import Settings, run_case
 from santa_torch.bench.options import BenchError, Options, usable_cores
 from santa_torch.bench.results import CaseResult, ModelResult
+from santa_torch.files import make_directory
 
 
 def run(options: Options, watch: machine.Watch | None = None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def run(options: Options, watch: machine.Watch | None = None) -> dict[str, Any]:
     KeyboardInterrupt
         Ctrl-C; what was measured until then is in the files.
     """
-    _make_directory(options)
+    make_directory(options.out, BenchError)
     _warn(options)
     session = _Session(options, watch or machine.Watch())
     print(report.heading(session.facts), flush=True)
@@ -150,15 +150,6 @@ class _Session:
         below = supported[: supported.index(used)]
         levels = case.levels if self.options.suite != "full" else below
         return replace(case, levels=tuple(level for level in case.levels if level in levels))
-
-
-def _make_directory(options: Options) -> None:
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.out):
-            pass  # it can be written to: said now rather than after the runs
-    except OSError as error:
-        raise BenchError(f"argument --out: {str(options.out)!r}: {error.strerror}") from None
 
 
 def _warn(options: Options) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import tempfile
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ from santa_torch.demo import report
 from santa_torch.demo.measure import Bench, Contender
 from santa_torch.demo.options import DemoError, Options
 from santa_torch.demo.subject import Subject, load
+from santa_torch.files import make_directory
 from santa_torch.progress import bar, status
 
 
@@ -28,7 +28,7 @@ def run(options: Options) -> dict[str, Any]:
         What the JSON file holds.
     """
     started = time.perf_counter()
-    _make_directory(options)
+    make_directory(options.out, DemoError)
     try:
         return _run(options, started)
     except (MemoryError, RuntimeError) as error:
@@ -116,15 +116,6 @@ def _memory(subject: Subject, contenders: list[Contender], facts: dict[str, Any]
         "cache": rows * 2 * facts["kv_heads"] * facts["head_dim"] * 4,
         "caches": len(contenders),
     }
-
-
-def _make_directory(options: Options) -> None:
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.out):
-            pass  # it can be written to: said now rather than after the runs
-    except OSError as error:
-        raise DemoError(f"argument --out: {str(options.out)!r}: {error.strerror}") from None
 
 
 def _contenders(options: Options, attention: str) -> list[Contender]:
