@@ -41,11 +41,6 @@ struct Isa {
     __builtin_memcpy(whole, from, static_cast<size_t>(n) * sizeof(T));
     return load(whole);
   }
-  template <class T>
-  static void load_pair_partial(const T* from, int64_t n, F* to) {
-    to[0] = load_partial(from, n < kLanes ? n : kLanes);
-    to[1] = load_partial(from + kLanes, n < kLanes ? 0 : n - kLanes);
-  }
   static void store(float* to, F x) { _mm256_storeu_ps(to, x); }
   static void store_as(float* to, F x) { store(to, x); }
   static void store_as(Half* to, F x) {

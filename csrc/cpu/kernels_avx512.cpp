@@ -53,11 +53,6 @@ struct Isa {
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return _mm512_mullo_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(first)), _mm512_set1_epi32(0x10001));
   }
-  template <class T>
-  static void load_pair_partial(const T* from, int64_t n, F* to) {
-    to[0] = load_partial(from, n < kLanes ? n : kLanes);
-    to[1] = load_partial(from + kLanes, n < kLanes ? 0 : n - kLanes);
-  }
   static __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
   static F load_partial(const float* from, int64_t n) { return _mm512_maskz_loadu_ps(first(n), from); }
   template <class T>

@@ -36,11 +36,6 @@ struct Isa {
     for (int64_t i = 0; i < n; ++i) x[i] = to_float(from[i]);
     return x;
   }
-  template <class T>
-  static void load_pair_partial(const T* from, int64_t n, F* to) {
-    to[0] = load_partial(from, n < kLanes ? n : kLanes);
-    to[1] = load_partial(from + kLanes, n < kLanes ? 0 : n - kLanes);
-  }
   static void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
   template <class T>
   static void store_as(T* to, F x) {

@@ -53,6 +53,13 @@ constexpr int64_t kPairBytes = 2 * Isa::kLanes * static_cast<int64_t>(sizeof(T))
 
 // ---- score -----------------------------------------------------------------------------------------------
 
+// The last n of a row's features, fewer than two vectors; 0 beyond.
+template <class T>
+inline void load_pair_partial(const T* from, int64_t n, F* to) {
+  to[0] = Isa::load_partial(from, n < Isa::kLanes ? n : Isa::kLanes);
+  to[1] = Isa::load_partial(from + Isa::kLanes, n < Isa::kLanes ? 0 : n - Isa::kLanes);
+}
+
 template <int kHeadsHere>
 inline void add_products(const float* q, int64_t q_stride, const F (*k)[2], F (*sum)[kTileRows]) {
   for (int half = 0; half < 2; ++half) {
@@ -96,7 +103,7 @@ inline void score_rows(const ScoreTile& tile, const T* const* row, const Upcomin
   }
   if (whole < tile.head_dim) {
     F k[kTileRows][2];
-    for (int r = 0; r < kTileRows; ++r) Isa::load_pair_partial(row[r] + whole, tile.head_dim - whole, k[r]);
+    for (int r = 0; r < kTileRows; ++r) load_pair_partial(row[r] + whole, tile.head_dim - whole, k[r]);
     add_products<kHeadsHere>(q + whole, tile.q_stride, k, sum);
   }
   Isa::template reduce<kHeadsHere>(sum, tile.scale, tile.scores + head * tile.scores_stride + i,

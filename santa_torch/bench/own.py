@@ -85,25 +85,15 @@ def stages(variant: Variant, sets: int, threads: int) -> dict[str, float]:
     return {name: milliseconds for name, milliseconds in spent.items() if milliseconds}
 
 
-def scratch_bytes(case: Case, method: str) -> int | None:
-    """Bytes of scratch that a call plans; None where this build does not tell."""
-    plan = getattr(_load.C, "plan_cpu", None)
-    if plan is None:
-        return None
-    try:
-        shape = (case.batch, case.heads, case.kv_heads, case.rows, case.head_dim, case.head_dim)
-        return int(plan(*shape, method)["scratch_bytes"])
-    except (TypeError, KeyError):
-        return None
+def scratch_bytes(case: Case, method: str) -> int:
+    """Bytes of scratch that a call plans."""
+    shape = (case.batch, case.heads, case.kv_heads, case.rows, case.head_dim, case.head_dim)
+    return int(_load.C.plan_cpu(*shape, method)["scratch_bytes"])
 
 
 def _floor(inputs: Inputs) -> Variant:
-    flat = inputs.flat
-    if hasattr(torch.ops.santa, "read_through"):
-        read = torch.ops.santa.read_through
-        return Variant(FLOOR, "floor", lambda i: read(flat[i]))
-    words = [tensor.view(torch.int32) for tensor in flat]
-    return Variant(FLOOR, "floor", lambda i: words[i].sum())
+    flat, read = inputs.flat, torch.ops.santa.read_through
+    return Variant(FLOOR, "floor", lambda i: read(flat[i]))
 
 
 def _decode(inputs: Inputs, method: str, samples: int | None, level: str | None = None) -> Own:

@@ -143,6 +143,12 @@ def share_kept(name: str) -> Figure:
     return figure
 
 
+def _shorter(result: CaseResult, results: Sequence[CaseResult]) -> CaseResult | None:
+    """The case with 8,192 rows that is like this one otherwise."""
+    like = (other for other in results if _like(other.case, result.case))
+    return next((other for other in like if other.case.rows == 8192), None)
+
+
 def growth(name: str) -> Figure:
     """Time over that of reading K and V, at the longest cache over that at 8,192 rows.
 
@@ -151,13 +157,9 @@ def growth(name: str) -> Figure:
     """
 
     def figure(result: CaseResult, results: Sequence[CaseResult]) -> float | None:
-        long = result.ratio(name, FLOOR)
-        for other in results:
-            if _like(other.case, result.case) and other.case.rows == 8192:
-                short = other.ratio(name, FLOOR)
-                if long and short:
-                    return long.value / short.value
-        return None
+        other = _shorter(result, results)
+        long, short = result.ratio(name, FLOOR), other and other.ratio(name, FLOOR)
+        return long.value / short.value if long and short else None
 
     return figure
 
@@ -165,13 +167,13 @@ def growth(name: str) -> Figure:
 def stage_growth(name: str) -> Figure:
     """Time of drawing and gathering at the longest cache over that at 8,192 rows, per row."""
 
+    def spent(result: CaseResult | None) -> float:
+        row = result and result.row(name)
+        return sum(row.stages.get(stage, 0.0) for stage in _DRAWING) if row else 0.0
+
     def figure(result: CaseResult, results: Sequence[CaseResult]) -> float | None:
-        spent: list[float] = []
-        for rows in (result.case.rows, 8192):
-            same = (r for r in results if _like(r.case, result.case) and r.case.rows == rows)
-            row = next((found for r in same if (found := r.row(name))), None)
-            spent.append(sum(row.stages.get(stage, 0.0) for stage in _DRAWING) if row else 0.0)
-        return spent[0] / spent[1] * 8192 / result.case.rows if all(spent) else None
+        long, short = spent(result), spent(_shorter(result, results))
+        return long / short * 8192 / result.case.rows if long and short else None
 
     return figure
 
