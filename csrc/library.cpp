@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(santa, m) {
   // call, summed over threads: "score=1.2e-3 softmax=...".
   m.def("time_stages(bool on) -> str");
 
-  // The instruction-set level of the CPU kernels: "generic", "avx2" or "avx512".
+  // The instruction-set level of the CPU kernels: "generic", "avx2", "avx512" or "amx".
   m.def("cpu_level() -> str");
   m.def("set_cpu_level(str level) -> ()");
 

@@ -338,6 +338,9 @@ def test_targets_that_are_upper_bounds() -> None:
     slow = _result(Case(rows=8192), {own.DENSE: 1.0, "santa dense (avx2)": 1.4})
     found = {verdict.text: verdict for verdict in targets.judge([slow])}
     assert found["santa dense: AVX2 against AVX-512"].met
+    both = {own.DENSE: 0.8, "santa dense (avx2)": 1.4, "santa dense (avx512)": 0.9}
+    found = {v.text: v for v in targets.judge([_result(Case(rows=8192), both)])}
+    assert found["santa dense: AVX2 against AVX-512"].measured == pytest.approx(1.4 / 0.9)
 
 
 def test_shares_of_other_shapes_are_compared_with_the_standard_one() -> None:

@@ -10,7 +10,6 @@ using I = Isa::I;
 
 constexpr int kTileRows = 4;               // rows scored at once: reduce4 turns their sums into one vector
 constexpr int64_t kReadAheadBytes = 8192;  // how far ahead of its reads read_through asks (measured)
-constexpr int64_t kLineBytes = 64;
 
 // exp for arguments in [-87, 0]; below, 0. exp(x) = 2^n exp(r) with |r| <= ln(2)/2, where the Taylor polynomial
 // of degree 7 is off by 5e-9 relative, a fraction of fp32's rounding.
@@ -58,7 +57,7 @@ void narrow(const double* from, int64_t n, double factor, void* to) {
   __builtin_memcpy(at + i, narrowed, static_cast<size_t>(n - i) * sizeof(T));
 }
 
-// The product is rounded before it is added: the three levels agree to the bit.
+// The product is rounded before it is added: all levels agree to the bit.
 void fold(const float* from, int64_t n, double factor, double* to) {
   for (int64_t i = 0; i < n; i += Isa::kLanes) Isa::add_scaled(to + i, Isa::load(from + i), factor);
 }

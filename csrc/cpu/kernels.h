@@ -20,7 +20,7 @@ struct RowsAhead {
 
 // scores[h][i] = scale * <q_h, k_i>
 struct ScoreTile {
-  const float* q;  // [heads, q_stride], zero past head_dim
+  const float* q;  // [heads, q_stride], widened from the keys' dtype; zero past head_dim
   int64_t q_stride;
   int64_t heads;
   const void* keys;
@@ -104,6 +104,9 @@ extern const KernelTable kGenericKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+#endif
+#if SANTA_HAS_AMX
+extern const KernelTable kAmxKernels;
 #endif
 
 // The level in use: SANTA_CPU_LEVEL when set, the highest supported otherwise, or what set_active_level chose.

@@ -27,6 +27,10 @@ void set_active_level(Level level) { level_in_use().store(level, std::memory_ord
 const KernelTable& active_kernels() {
 #if defined(__x86_64__)
   switch (active_level()) {
+    case Level::kAmx:
+#if SANTA_HAS_AMX
+      return kAmxKernels;
+#endif
     case Level::kAvx512:
       return kAvx512Kernels;
     case Level::kAvx2:

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <vector>
 
@@ -12,6 +13,39 @@ namespace santa::cpu {
 // Runs f(begin, end) over [0, n), possibly cut among threads in pieces of at least `grain`. The pipeline takes it
 // as an argument, so that nothing below the operators knows torch.
 using ParallelFor = std::function<void(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f)>;
+
+// Hands [0, n) out to threads that need not be equally fast, in pieces of consecutive numbers: one half in equal
+// pieces for all threads, then half of the rest, and so on down to pieces of `smallest`.
+class Claims {
+ public:
+  struct Piece {
+    int64_t begin;
+    int64_t end;  // begin when nothing is left
+  };
+
+  Claims(int64_t n, int64_t smallest) : n_(n), smallest_(smallest) {}
+
+  // The next piece, where about `threads` threads take some.
+  Piece take(int64_t threads) {
+    int64_t begin = next_.load(std::memory_order_relaxed);
+    int64_t end;
+    do {
+      end = std::min(n_, begin + size(begin, threads));
+    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+    return {begin, end};
+  }
+
+ private:
+  int64_t size(int64_t begin, int64_t threads) const {
+    int64_t round = n_;  // what was left when the round began
+    while (round > 1 && n_ - begin <= round / 2) round /= 2;
+    return std::max(smallest_, (round + 2 * threads - 1) / (2 * threads));
+  }
+
+  const int64_t n_;
+  const int64_t smallest_;
+  std::atomic<int64_t> next_{0};
+};
 
 // One chunk of rows of one group: the query heads of one KV head of one sequence, counted over the batch.
 struct ChunkTask {

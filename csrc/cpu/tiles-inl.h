@@ -1,12 +1,11 @@
 // The kernels that read rows of K and V; a part of kernels-inl.h, which see.
 
+#include "prefetch-inl.h"
+
 // ---- prefetch ---------------------------------------------------------------------------------------------
 
 constexpr int64_t kNearBytes = 4096;  // how far ahead of the reads rows are asked for into the first-level cache
 constexpr int64_t kFarBytes = 16384;  // and into the second (both measured)
-
-inline void prefetch_near(const char* line) { __builtin_prefetch(line, 0, 3); }
-inline void prefetch_far(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 // The rows of a tile followed by those ahead of it. Past the end row `i` itself stands in: asking for a line that
 // is in use costs a load slot, a branch for every line costs more.

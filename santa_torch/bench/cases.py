@@ -86,7 +86,7 @@ def full_suite(threads: int) -> list[Case]:
 def _full(base: Case) -> Iterator[Case]:
     everything = ("dense", "multinomial", "stratified", "systematic", "shared")
     sweep = (16, 64, 128, 256, 512, 1024, 4096)
-    levels = ("avx2",)
+    levels = ("avx2", "avx512")
     yield from (replace(case, levels=levels) for case in default_suite(base.threads)[:2])
     yield replace(base, methods=everything, samples=sweep, levels=levels)
     yield default_suite(base.threads)[3]

@@ -168,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", nargs="+", type=_positive, metavar="T", help="of us and of peers (all cores)")
     add("--methods", nargs="+", choices=METHODS, help="of santa_torch (dense systematic shared)")
     add("--samples", nargs="+", type=_samples, metavar="S", help="of methods that sample (128)")
-    add("--levels", nargs="+", choices=("generic", "avx2", "avx512"), help="to compare as well")
+    levels = ("generic", "avx2", "avx512", "amx")
+    add("--levels", nargs="+", choices=levels, help="to compare as well")
     add(
         "--peers",
         nargs="+",

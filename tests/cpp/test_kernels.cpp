@@ -21,6 +21,7 @@
 #include "cpu/gather.h"
 #include "cpu/kernels.h"
 #include "cpu/level.h"
+#include "cpu/tasks.h"
 #include "math/draws.h"
 #include "math/philox.h"
 #include "math/softmax.h"
@@ -64,6 +65,18 @@ float rounded(float x, T* to) {
   store_as(x, to);
   return to_float(*to);
 }
+
+// A sum in fp64, and the rounding that the same sum in fp32 may have.
+struct Expected {
+  void add(double product) {
+    value += product;
+    size += std::fabs(product);
+  }
+  bool near(double x) const { return std::fabs(x - value) < 1e-6 * size; }
+
+  double value = 0.0;
+  double size = 1.0;
+};
 
 template <class T>
 constexpr Dtype dtype_of() {
@@ -272,15 +285,17 @@ void check_gather(const KernelTable& kernels, Block<T>& x, Block<int64_t>& offse
                                                    .sums_stride = pad(dim)});
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t d = 0; d < dim; ++d) {
-      double expected = 0.0;
+      Expected expected;
       for (int64_t begin = 0; begin < rows; begin += 3) {
         float chunk = 0.0f;
-        for (int64_t i = begin; i < std::min(rows, begin + 3); ++i)
+        for (int64_t i = begin; i < std::min(rows, begin + 3); ++i) {
           chunk = std::fma(weights[h * rows + i], to_float(x[offsets[i] + d]), chunk);
-        expected += static_cast<double>(chunk);
+          // The generic level has no fused multiply-add: it rounds once more.
+          expected.size += std::fabs(static_cast<double>(weights[h * rows + i]) * to_float(x[offsets[i] + d]));
+        }
+        expected.value += static_cast<double>(chunk);
       }
-      // The generic level has no fused multiply-add: it rounds once more.
-      CHECK(std::fabs(sums[h * pad(dim) + d] - expected) < 1e-6 * (1 + std::fabs(expected)), "gather");
+      CHECK(expected.near(sums[h * pad(dim) + d]), "gather");
     }
   }
 }
@@ -338,59 +353,70 @@ void check_fold(const KernelTable& kernels) {
 
 // The kernels alone, on arrays of exactly the padded size that kernels.h promises them.
 template <class T>
-void check_tiles(const KernelTable& kernels) {
+void check_tile(const KernelTable& kernels, int64_t heads, int64_t rows, int64_t dim) {
   const int dtype = static_cast<int>(dtype_of<T>());
+  const int64_t stride = pad(dim, kPairFloats);
+  Block<float> q(heads * stride), scores(heads * pad(rows)), weights(heads * rows), sums(heads * pad(dim));
+  Block<T> x(rows * dim);
+  Block<int64_t> offsets(rows);
+  for (int64_t i = 0; i < x.size; ++i) rounded(normal(), &x[i]);
+  for (int64_t i = 0; i < q.size; ++i) q[i] = i % stride < dim ? to_float(x[i % x.size]) : 0.0f;
+  for (int64_t i = 0; i < weights.size; ++i) weights[i] = normal();
+  for (int64_t i = 0; i < sums.size; ++i) sums[i] = 0.0f;
+  for (int64_t i = 0; i < rows; ++i) offsets[i] = (rows - 1 - i) * dim;
+  if (rows % 3 == 2) std::swap(offsets[0], offsets[rows / 2]);  // no longer at equal distances
+  // Ahead are other rows, more and fewer than the tile has: they may be asked for, not read.
+  const RowsAhead ahead = {x.data.get(), offsets.data.get(), rows / 2};
+  kernels.score[dtype]({.q = q.data.get(),
+                        .q_stride = stride,
+                        .heads = heads,
+                        .keys = x.data.get(),
+                        .offsets = offsets.data.get(),
+                        .rows = rows,
+                        .head_dim = dim,
+                        .scale = 0.5f,
+                        .scores = scores.data.get(),
+                        .scores_stride = pad(rows),
+                        .ahead = ahead});
+  kernels.accumulate[dtype]({.values = x.data.get(),
+                             .offsets = offsets.data.get(),
+                             .rows = rows,
+                             .value_dim = dim,
+                             .weights = weights.data.get(),
+                             .weights_stride = rows,
+                             .heads = heads,
+                             .sums = sums.data.get(),
+                             .sums_stride = pad(dim),
+                             .ahead = ahead});
+  check_gather<T>(kernels, x, offsets, weights, dim, heads);
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t i = 0; i < rows; ++i) {
+      Expected expected;
+      for (int64_t d = 0; d < dim; ++d) expected.add(0.5 * q[h * stride + d] * to_float(x[offsets[i] + d]));
+      CHECK(expected.near(scores[h * pad(rows) + i]), "score");
+    }
+    for (int64_t d = 0; d < dim; ++d) {
+      Expected expected;
+      for (int64_t i = 0; i < rows; ++i) {
+        expected.add(static_cast<double>(weights[h * rows + i]) * to_float(x[offsets[i] + d]));
+      }
+      CHECK(expected.near(sums[h * pad(dim) + d]), "sum");
+    }
+  }
+  ++steps;
+}
+
+template <class T>
+void check_tiles(const KernelTable& kernels) {
   for (int64_t heads = 1; heads <= 9; ++heads) {
     for (int64_t rows = 1; rows <= 9; ++rows) {
-      for (const int64_t dim : {1, 7, 8, 15, 16, 17, 40}) {
-        const int64_t stride = pad(dim, kPairFloats);
-        Block<float> q(heads * stride), scores(heads * pad(rows)), weights(heads * rows), sums(heads * pad(dim));
-        Block<T> x(rows * dim);
-        Block<int64_t> offsets(rows);
-        for (int64_t i = 0; i < q.size; ++i) q[i] = i % stride < dim ? normal() : 0.0f;
-        for (int64_t i = 0; i < x.size; ++i) rounded(normal(), &x[i]);
-        for (int64_t i = 0; i < weights.size; ++i) weights[i] = normal();
-        for (int64_t i = 0; i < sums.size; ++i) sums[i] = 0.0f;
-        for (int64_t i = 0; i < rows; ++i) offsets[i] = (rows - 1 - i) * dim;
-        // Ahead are other rows, more and fewer than the tile has: they may be asked for, not read.
-        const RowsAhead ahead = {x.data.get(), offsets.data.get(), rows / 2};
-        kernels.score[dtype]({.q = q.data.get(),
-                              .q_stride = stride,
-                              .heads = heads,
-                              .keys = x.data.get(),
-                              .offsets = offsets.data.get(),
-                              .rows = rows,
-                              .head_dim = dim,
-                              .scale = 0.5f,
-                              .scores = scores.data.get(),
-                              .scores_stride = pad(rows),
-                              .ahead = ahead});
-        kernels.accumulate[dtype]({.values = x.data.get(),
-                                   .offsets = offsets.data.get(),
-                                   .rows = rows,
-                                   .value_dim = dim,
-                                   .weights = weights.data.get(),
-                                   .weights_stride = rows,
-                                   .heads = heads,
-                                   .sums = sums.data.get(),
-                                   .sums_stride = pad(dim),
-                                   .ahead = ahead});
-        check_gather<T>(kernels, x, offsets, weights, dim, heads);
-        for (int64_t h = 0; h < heads; ++h) {
-          for (int64_t i = 0; i < rows; ++i) {
-            double expected = 0;
-            for (int64_t d = 0; d < dim; ++d) expected += 0.5 * q[h * stride + d] * to_float(x[offsets[i] + d]);
-            CHECK(std::fabs(scores[h * pad(rows) + i] - expected) < 1e-4, "score");
-          }
-          for (int64_t d = 0; d < dim; ++d) {
-            double expected = 0;
-            for (int64_t i = 0; i < rows; ++i)
-              expected += static_cast<double>(weights[h * rows + i]) * to_float(x[offsets[i] + d]);
-            CHECK(std::fabs(sums[h * pad(dim) + d] - expected) < 1e-4, "sum");
-          }
-        }
-        ++steps;
-      }
+      for (const int64_t dim : {1, 7, 8, 15, 16, 17, 40}) check_tile<T>(kernels, heads, rows, dim);
+    }
+  }
+  // Whole tiles of the matrix unit, and one more of everything.
+  for (const int64_t heads : {1, 4, 5, 17}) {
+    for (const int64_t rows : {16, 17, 50}) {
+      for (const int64_t dim : {32, 33, 160, 264}) check_tile<T>(kernels, heads, rows, dim);
     }
   }
 }
@@ -465,9 +491,34 @@ void check_draws() {
   CHECK(zero.word[0] == 0x6627E8D5u && zero.word[3] == 0x9B00DBD8u, "philox");
 }
 
+// Pieces follow one another, cover everything, never grow, and shrink to the smallest only near the end.
+void check_claims() {
+  for (int64_t n = 0; n <= 600; n += 1 + n / 7) {
+    for (const int64_t threads : {1, 2, 3, 7}) {
+      for (const int64_t smallest : {1, 5, 32}) {
+        Claims claims(n, smallest);
+        int64_t at = 0;
+        int64_t last = n;
+        for (Claims::Piece piece = claims.take(threads); piece.begin < piece.end; piece = claims.take(threads)) {
+          const int64_t size = piece.end - piece.begin;
+          CHECK(piece.begin == at && piece.end <= n && size <= std::max(last, smallest), "piece");
+          CHECK(size >= std::min(smallest, n - at), "a piece is too small");
+          CHECK(size <= std::max(smallest, (n - at) / threads + 1), "a piece leaves nothing for other threads");
+          last = size;
+          at = piece.end;
+        }
+        CHECK(at == n, "a part was not handed out");
+        CHECK(claims.take(threads).begin == n, "more was handed out than there is");
+      }
+    }
+  }
+  ++steps;
+}
+
 }  // namespace
 
 int main() {
+  check_claims();
   for (const Level level : supported_levels()) {
     set_active_level(level);
     const std::string name(level_name(level));
