@@ -115,11 +115,24 @@ float exponentiate(float* x, int64_t n, float largest) {
 }
 
 uint64_t sum_blocks(const uint32_t* weights, int64_t n, uint64_t* block_sums) {
+  constexpr int64_t kAtOnce = Isa::kSumBlocks;
+  const int64_t blocks = n / kBlockRows;
   uint64_t total = 0;
-  for (int64_t i = 0; i < n; i += kBlockRows) {
-    const uint64_t sum = Isa::sum16(weights + i);
-    block_sums[i / kBlockRows] = sum;
-    total += sum;
+  for (int64_t block = 0; block < blocks; block += kAtOnce) {
+    uint64_t sums[kAtOnce];
+    const int64_t here = kAtOnce < blocks - block ? kAtOnce : blocks - block;
+    if (here == kAtOnce) {
+      Isa::sum_blocks(weights + block * kBlockRows, sums);
+    } else {
+      for (int64_t b = 0; b < here; ++b) {
+        sums[b] = 0;
+        for (int64_t i = 0; i < kBlockRows; ++i) sums[b] += weights[(block + b) * kBlockRows + i];
+      }
+    }
+    for (int64_t b = 0; b < here; ++b) {
+      total += sums[b];
+      if (block_sums != nullptr) block_sums[block + b] = sums[b];
+    }
   }
   return total;
 }
@@ -127,17 +140,11 @@ uint64_t sum_blocks(const uint32_t* weights, int64_t n, uint64_t* block_sums) {
 uint64_t weigh(const float* scores, int64_t n, float largest, uint32_t* weights, uint64_t* block_sums) {
   const F shift = Isa::set1(largest);
   const F scale = Isa::set1(kWeightScale);
-  uint64_t total = 0;
-  for (int64_t i = 0; i < n; i += kBlockRows) {
-    for (int64_t j = i; j < i + kBlockRows; j += Isa::kLanes) {
-      const F p = exponential(Isa::sub(Isa::load(scores + j), shift));
-      Isa::store_int(weights + j, Isa::to_int(Isa::mul(p, scale)));
-    }
-    const uint64_t sum = Isa::sum16(weights + i);
-    if (block_sums != nullptr) block_sums[i / kBlockRows] = sum;
-    total += sum;
+  for (int64_t i = 0; i < n; i += Isa::kLanes) {
+    const F p = exponential(Isa::sub(Isa::load(scores + i), shift));
+    Isa::store_int(weights + i, Isa::to_int(Isa::mul(p, scale)));
   }
-  return total;
+  return sum_blocks(weights, n, block_sums);
 }
 
 // Products and sums stay apart (no fma): every backend must round where this one does.
@@ -145,23 +152,17 @@ uint64_t include(const IncludeTile& tile) {
   const F samples = Isa::set1(tile.samples);
   const F one = Isa::set1(1.0f);
   const F scale = Isa::set1(kWeightScale);
-  uint64_t total = 0;
-  for (int64_t i = 0; i < tile.rows; i += kBlockRows) {
-    for (int64_t j = i; j < i + kBlockRows; j += Isa::kLanes) {
-      F square = Isa::set1(0.0f);
-      for (int64_t h = 0; h < tile.heads; ++h) {
-        const F weight = Isa::to_float(Isa::load_int(tile.weights + h * tile.weights_stride + j));
-        const F p = Isa::mul(weight, Isa::set1(tile.reciprocal[h]));
-        square = Isa::add(square, Isa::mul(p, p));
-      }
-      const F share = Isa::min(Isa::mul(samples, Isa::sqrt(square)), one);
-      Isa::store_int(tile.inclusion + j, Isa::to_int(Isa::mul(share, scale)));
+  for (int64_t i = 0; i < tile.rows; i += Isa::kLanes) {
+    F square = Isa::set1(0.0f);
+    for (int64_t h = 0; h < tile.heads; ++h) {
+      const F weight = Isa::to_float(Isa::load_int(tile.weights + h * tile.weights_stride + i));
+      const F p = Isa::mul(weight, Isa::set1(tile.reciprocal[h]));
+      square = Isa::add(square, Isa::mul(p, p));
     }
-    const uint64_t sum = Isa::sum16(tile.inclusion + i);
-    tile.block_sums[i / kBlockRows] = sum;
-    total += sum;
+    const F share = Isa::min(Isa::mul(samples, Isa::sqrt(square)), one);
+    Isa::store_int(tile.inclusion + i, Isa::to_int(Isa::mul(share, scale)));
   }
-  return total;
+  return sum_blocks(tile.inclusion, tile.rows, tile.block_sums);
 }
 
 // ---- read --------------------------------------------------------------------------------------------------

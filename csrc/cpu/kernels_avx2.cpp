@@ -121,7 +121,8 @@ struct Isa {
   static void reduce(const F (*sum)[4], float scale, float* to, int64_t stride) {
     for (int h = 0; h < kHeadsHere; ++h) reduce4(sum[h], scale, to + h * stride);
   }
-  static uint64_t sum16(const uint32_t* x) {
+  static constexpr int64_t kSumBlocks = 1;
+  static void sum_blocks(const uint32_t* x, uint64_t* to) {
     const __m256i* at = reinterpret_cast<const __m256i*>(x);
     const __m256i a = _mm256_loadu_si256(at);
     const __m256i b = _mm256_loadu_si256(at + 1);
@@ -130,7 +131,7 @@ struct Isa {
     const __m256i odd = _mm256_add_epi64(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
     const __m256i four = _mm256_add_epi64(even, odd);
     const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-    return static_cast<uint64_t>(_mm_cvtsi128_si64(two)) + static_cast<uint64_t>(_mm_extract_epi64(two, 1));
+    *to = static_cast<uint64_t>(_mm_cvtsi128_si64(two)) + static_cast<uint64_t>(_mm_extract_epi64(two, 1));
   }
 };
 

@@ -145,11 +145,22 @@ struct Isa {
       }
     }
   }
-  static uint64_t sum16(const uint32_t* x) {
-    const __m512i all = _mm512_loadu_si512(x);
-    const __m512i even = _mm512_maskz_mov_epi32(0x5555, all);
-    const __m512i odd = _mm512_srli_epi64(all, 32);
-    return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)));
+  static constexpr int64_t kSumBlocks = 8;
+  static __m512i add_pairs(__m512i a, __m512i b) {  // neighbours of a, neighbours of b, by quarters
+    return _mm512_add_epi64(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  static __m512i add_halves(__m512i a, __m512i b) {  // those of a, then those of b
+    return _mm512_add_epi64(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xEE));
+  }
+  static void sum_blocks(const uint32_t* x, uint64_t* to) {
+    __m512i sum[kSumBlocks];
+    for (int64_t b = 0; b < kSumBlocks; ++b) {
+      const __m512i all = _mm512_loadu_si512(x + b * kBlockRows);
+      sum[b] = _mm512_add_epi64(_mm512_maskz_mov_epi32(0x5555, all), _mm512_srli_epi64(all, 32));
+    }
+    const __m512i a = add_halves(add_pairs(sum[0], sum[1]), add_pairs(sum[2], sum[3]));
+    const __m512i b = add_halves(add_pairs(sum[4], sum[5]), add_pairs(sum[6], sum[7]));
+    _mm512_storeu_si512(to, _mm512_add_epi64(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD)));
   }
 };
 

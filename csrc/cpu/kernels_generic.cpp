@@ -106,10 +106,10 @@ struct Isa {
   static void reduce(const F (*sum)[4], float scale, float* to, int64_t stride) {
     for (int h = 0; h < kHeadsHere; ++h) reduce4(sum[h], scale, to + h * stride);
   }
-  static uint64_t sum16(const uint32_t* x) {
-    uint64_t sum = 0;
-    for (int i = 0; i < 16; ++i) sum += x[i];
-    return sum;
+  static constexpr int64_t kSumBlocks = 1;
+  static void sum_blocks(const uint32_t* x, uint64_t* to) {
+    *to = 0;
+    for (int i = 0; i < 16; ++i) *to += x[i];
   }
 };
 
