@@ -39,7 +39,7 @@ struct AccumulateTile {
   const int64_t* offsets;  // [rows]
   int64_t rows;
   int64_t value_dim;
-  const float* weights;  // [heads, weights_stride]
+  const float* weights;  // [heads, weights_stride], of the order of 1 at most
   int64_t weights_stride;
   int64_t heads;
   float* sums;  // [heads, sums_stride]
@@ -100,13 +100,14 @@ struct KernelTable {
   uint64_t (*read_through)(const char* lines, int64_t bytes);
 };
 
+// Constants, initialised without code: code of a level must not run where the processor may lack it.
 extern const KernelTable kGenericKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 #endif
 #if SANTA_HAS_AMX
-extern const KernelTable kAmxKernels;
+const KernelTable& amx_kernels();
 #endif
 
 // The level in use: SANTA_CPU_LEVEL when set, the highest supported otherwise, or what set_active_level chose.

@@ -1,8 +1,9 @@
 // The avx512 level with bfloat16 scores and sums of V rows from the matrix unit (AMX), which takes 16 rows, 32
 // features and up to 16 heads at once: with it, arithmetic hides behind memory at every group size.
 //
-// The unit multiplies bfloat16 exactly and adds in fp32. Subnormal numbers count as 0 in it: no score feels that,
-// and sums of V that might are done with vectors. A (row, head) is summed in one order wherever it lies.
+// The unit multiplies bfloat16 exactly and adds in fp32. Subnormal numbers count as 0 in it, and where a score or
+// a sum might feel that, vectors do it. That is decided for the heads of a group together, never across groups; a
+// (row, head) is summed in one order wherever it lies in a tile.
 #include "kernels.h"
 
 #if SANTA_HAS_AMX
@@ -139,8 +140,26 @@ void score_heads(const ScoreTile& tile, int64_t head, int64_t heads) {
   writer.flush();
 }
 
+// Whether it could be felt that subnormal keys and products count as 0: a query or a scale so large that they are
+// lifted into sight, a query that is subnormal itself or not finite.
+bool felt(const ScoreTile& tile) {
+  const float scale = __builtin_fabsf(tile.scale);
+  const __m512 limit = _mm512_set1_ps(0x1p80f / (scale > 1.0f ? scale : 1.0f));
+  const __m512 smallest = _mm512_set1_ps(0x1p-126f);
+  __mmask16 found = static_cast<__mmask16>(scale < 0x1p80f ? 0 : 1);
+  for (int64_t h = 0; h < tile.heads; ++h) {
+    for (int64_t d = 0; d < tile.head_dim; d += kTileLanes) {
+      const __m512 q = _mm512_abs_ps(_mm512_loadu_ps(tile.q + h * tile.q_stride + d));
+      const __m512i bits = _mm512_castps_si512(q);
+      found |= _mm512_cmp_ps_mask(q, limit, _CMP_NLT_UQ);
+      found |= _mm512_mask_cmp_ps_mask(_mm512_test_epi32_mask(bits, bits), q, smallest, _CMP_LT_OQ);
+    }
+  }
+  return found != 0;
+}
+
 void score(const ScoreTile& tile) {
-  if (steps_of(tile.head_dim) > kMaxSteps) return kAvx512Kernels.score[kType](tile);
+  if (steps_of(tile.head_dim) > kMaxSteps || felt(tile)) return kAvx512Kernels.score[kType](tile);
   for (int64_t head = 0; head < tile.heads; head += kTileLanes) {
     score_heads(tile, head, smaller(kTileLanes, tile.heads - head));
   }
@@ -156,7 +175,11 @@ constexpr int64_t kPartHeads = 8;
 // Three bfloat16 numbers hold the 24 bits of an fp32 weight.
 constexpr int64_t kParts = 3;
 
-// The largest that kChunkRows subnormal products may sum to (2^-118) is below the rounding of this sum.
+// Weights, exponentials and so at most 1, are lifted by this factor, so that no part of one that is not 0 (they
+// are above e^-87) is subnormal.
+constexpr float kLift = 0x1p40f;
+
+// What kChunkRows subnormal values of V may sum to (2^-118) is below the rounding of a sum of this size.
 constexpr float kSmallSum = 0x1p-94f;
 
 // The weights of up to 8 heads for 16 rows: a tile [even heads, odd heads][row] for each part of them.
@@ -169,7 +192,8 @@ class Weights {
     const int64_t rows = smaller(kTileRows, tile_.rows - i);
     const auto mask = static_cast<__mmask16>((1u << rows) - 1);
     for (int64_t h = 0; h < tile_.heads; ++h) {
-      __m512 rest = _mm512_maskz_loadu_ps(mask, tile_.weights + h * tile_.weights_stride + i);
+      const __m512 weights = _mm512_maskz_loadu_ps(mask, tile_.weights + h * tile_.weights_stride + i);
+      __m512 rest = _mm512_mul_ps(weights, _mm512_set1_ps(kLift));
       for (Lines& part : parts_) {
         const __m512i high = _mm512_and_si512(_mm512_castps_si512(rest), _mm512_set1_epi32(-0x10000));
         _mm512_store_si512(part[h], _mm512_srli_epi32(high, 16));
@@ -203,15 +227,16 @@ bool weighs(const AccumulateTile& tile, int64_t h) {
   return false;
 }
 
-// Whether vectors have to do a tile of sums again. Some are not numbers: the parts of a weight, which may be 0, do
-// not add up to it times infinity. Or some are so small that what the unit takes for 0 shows, where V is not 0.
+// Whether vectors have to do a tile of sums again. Some are not finite: lifted too far, or infinite values of V,
+// to which the parts of a weight, some of them 0, do not add up. Or some are so small that what the unit takes for
+// 0 shows, where V is not 0.
 bool spoilt(const AccumulateTile& tile, int64_t step, const Lines& sums) {
   __mmask16 small[2] = {0, 0};  // of the even and the odd features
   for (int64_t h = 0; h < tile.heads; ++h) {
     for (int64_t odd = 0; odd < 2; ++odd) {
-      const __m512 sum = _mm512_load_ps(sums[odd * tile.heads + h]);
-      if (_mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0) return true;
-      const __mmask16 here = _mm512_cmp_ps_mask(_mm512_abs_ps(sum), _mm512_set1_ps(kSmallSum), _CMP_LT_OQ);
+      const __m512 sum = _mm512_abs_ps(_mm512_load_ps(sums[odd * tile.heads + h]));
+      if (_mm512_cmp_ps_mask(sum, _mm512_set1_ps(0x1.fffffep127f), _CMP_NLE_UQ) != 0) return true;
+      const __mmask16 here = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(kLift * kSmallSum), _CMP_LT_OQ);
       if (here != 0 && weighs(tile, h)) small[odd] |= here;
     }
   }
@@ -231,7 +256,10 @@ bool spoilt(const AccumulateTile& tile, int64_t step, const Lines& sums) {
 void add_sums(const Lines& lines, int64_t heads, int64_t features, float* sums, int64_t stride) {
   const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  const auto add = [](float* to, __m512 x) { _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), x)); };
+  const auto add = [](float* to, __m512 x) {
+    const __m512 sum = _mm512_mul_ps(x, _mm512_set1_ps(1.0f / kLift));
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
+  };
   for (int64_t h = 0; h < heads; ++h) {
     const __m512 even = _mm512_load_ps(lines[h]);
     const __m512 odd = _mm512_load_ps(lines[heads + h]);
@@ -297,6 +325,8 @@ void accumulate(const AccumulateTile& tile) {
       part.weights += head * tile.weights_stride;
       part.heads = smaller(kPartHeads, tile.heads - head);
       part.sums += head * tile.sums_stride + column;
+      if (head != 0) part.ahead = {};
+      if (part.ahead.data != nullptr) part.ahead.data = static_cast<const BFloat*>(part.ahead.data) + column;
       if (!accumulate_part(part, tile.value_dim)) kAvx512Kernels.accumulate[kType](part);
     }
   }
@@ -312,7 +342,10 @@ KernelTable with_tiles(KernelTable table) noexcept {
 
 }  // namespace
 
-const KernelTable kAmxKernels = with_tiles(kAvx512Kernels);
+const KernelTable& amx_kernels() {
+  static const KernelTable table = with_tiles(kAvx512Kernels);
+  return table;
+}
 
 }  // namespace santa::cpu
 

@@ -140,7 +140,7 @@ struct Isa {
 }  // namespace
 }  // namespace avx2
 
-const KernelTable kAvx2Kernels = avx2::kTable;
+constinit const KernelTable kAvx2Kernels = avx2::kTable;
 
 }  // namespace santa::cpu
 

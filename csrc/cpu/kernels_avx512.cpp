@@ -169,7 +169,7 @@ struct Isa {
 }  // namespace
 }  // namespace avx512
 
-const KernelTable kAvx512Kernels = avx512::kTable;
+constinit const KernelTable kAvx512Kernels = avx512::kTable;
 
 }  // namespace santa::cpu
 

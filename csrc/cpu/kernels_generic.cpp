@@ -118,6 +118,6 @@ struct Isa {
 }  // namespace
 }  // namespace generic
 
-const KernelTable kGenericKernels = generic::kTable;
+constinit const KernelTable kGenericKernels = generic::kTable;
 
 }  // namespace santa::cpu

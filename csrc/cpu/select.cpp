@@ -29,7 +29,7 @@ const KernelTable& active_kernels() {
   switch (active_level()) {
     case Level::kAmx:
 #if SANTA_HAS_AMX
-      return kAmxKernels;
+      return amx_kernels();
 #endif
     case Level::kAvx512:
       return kAvx512Kernels;

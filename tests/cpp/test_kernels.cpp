@@ -5,6 +5,7 @@
 // double. Prints "ok" and the number of steps; the first failure ends the program with 1.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cpu/convert.h"
@@ -365,8 +367,11 @@ void check_tile(const KernelTable& kernels, int64_t heads, int64_t rows, int64_t
   for (int64_t i = 0; i < sums.size; ++i) sums[i] = 0.0f;
   for (int64_t i = 0; i < rows; ++i) offsets[i] = (rows - 1 - i) * dim;
   if (rows % 3 == 2) std::swap(offsets[0], offsets[rows / 2]);  // no longer at equal distances
-  // Ahead are other rows, more and fewer than the tile has: they may be asked for, not read.
-  const RowsAhead ahead = {x.data.get(), offsets.data.get(), rows / 2};
+  // Ahead are other rows, as many as a tile asks for and some more: their lines may be asked for, not read, and
+  // nothing past their offsets.
+  Block<int64_t> offsets_ahead((8192 - 1) / (dim * static_cast<int64_t>(sizeof(T))) + 1 + rows % 16);
+  for (int64_t i = 0; i < offsets_ahead.size; ++i) offsets_ahead[i] = i % rows * dim;
+  const RowsAhead ahead = {x.data.get(), offsets_ahead.data.get(), offsets_ahead.size};
   kernels.score[dtype]({.q = q.data.get(),
                         .q_stride = stride,
                         .heads = heads,
@@ -422,7 +427,7 @@ void check_tiles(const KernelTable& kernels) {
 }
 
 void check_vectors(const KernelTable& kernels) {
-  for (int64_t n = kPadFloats; n <= 6 * kPadFloats; n += kPadFloats) {
+  for (int64_t n = kPadFloats; n <= 20 * kPadFloats; n += kPadFloats) {
     Block<float> x(n);
     Block<uint32_t> weights(n), inclusion(n);
     Block<uint64_t> sums(n / kBlockRows), again(n / kBlockRows);
@@ -432,8 +437,13 @@ void check_vectors(const KernelTable& kernels) {
     CHECK(kernels.maximum(x.data.get(), n) == largest, "maximum");
     const uint64_t total = kernels.weigh(x.data.get(), n, largest, weights.data.get(), sums.data.get());
     uint64_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += weights[i];
-    CHECK(sum == total, "weigh");
+    for (int64_t i = 0; i < n; ++i) {
+      if (i % kBlockRows == 0) again[i / kBlockRows] = 0;
+      again[i / kBlockRows] += weights[i];
+      sum += weights[i];
+    }
+    CHECK(sum == total && equal(sums, again), "weigh");
+    for (int64_t i = 0; i < n / kBlockRows; ++i) again[i] = 0;
     CHECK(kernels.sum_blocks(weights.data.get(), n, again.data.get()) == total && equal(sums, again),
           "sum_blocks");
     const float reciprocal = reciprocal_total(total, 1.0f);
@@ -515,9 +525,30 @@ void check_claims() {
   ++steps;
 }
 
+// Threads that take at once get each number once.
+void check_claims_of_threads() {
+  constexpr int64_t kNumbers = 20000;
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    std::vector<std::atomic<int>> taken(kNumbers);
+    Claims claims(kNumbers, 1);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&] {
+        for (Claims::Piece piece = claims.take(1000); piece.begin < piece.end; piece = claims.take(1000)) {
+          for (int64_t i = piece.begin; i < piece.end; ++i) ++taken[i];
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::atomic<int>& times : taken) CHECK(times == 1, "claimed by two threads, or by none");
+  }
+  ++steps;
+}
+
 }  // namespace
 
 int main() {
+  check_claims_of_threads();
   check_claims();
   for (const Level level : supported_levels()) {
     set_active_level(level);
