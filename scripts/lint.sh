@@ -26,6 +26,14 @@ check "ruff format" "$python" -m ruff format --check .
 check "mypy" "$python" -m mypy
 check "clang-format" "$tools/clang-format" --dry-run --Werror "${native[@]}"
 check "clang-tidy" "$tools/clang-tidy" --quiet -p build "${units[@]}"
+# Kernels are read as the emulator's compiler reads them; device.cuh through its tests, where sizes are small.
+emulated=(-- -x c++ -std=c++20 -Icsrc -DSANTA_SIMT=1)
+mapfile -t kernels < <(grep -l '#include "device.cuh"' csrc/cuda/*.cu)
+if [ ${#kernels[@]} != 0 ]; then
+    check "clang-tidy: kernels" "$tools/clang-tidy" --quiet "${kernels[@]}" "${emulated[@]}"
+fi
+small=--checks=-bugprone-implicit-widening-of-multiplication-result
+check "clang-tidy: emulator" "$tools/clang-tidy" --quiet "$small" tests/cpp/test_simt*.cpp "${emulated[@]}"
 
 if [ ${#failed[@]} != 0 ]; then
     printf '\nerror: failed: %s\n' "${failed[*]}" >&2
