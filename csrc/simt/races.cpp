@@ -301,7 +301,8 @@ namespace {
 using santa::simt::races::Access;
 
 void announce(const void* p, int64_t bytes, Access access, bool aligned, const void* pc) {
-  if (santa::simt::running.in_engine) return;
+  // The host's code beside the kernels announces its accesses too, on this thread and on others.
+  if (!santa::simt::launching || santa::simt::running.in_engine) return;
   const santa::simt::InEngine inside;
   if (aligned && reinterpret_cast<uintptr_t>(p) % std::min<int64_t>(bytes, 8) != 0) {
     santa::simt::fail(santa::simt::text("access to ", bytes, " bytes at address ", p,

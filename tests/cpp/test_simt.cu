@@ -14,7 +14,7 @@ template __global__ void loads<8>(const unsigned char*, uint32_t*);
 template __global__ void loads<16>(const unsigned char*, uint32_t*);
 template __global__ void conversions<Half>(const Half*, float*, Half*, int);
 template __global__ void conversions<BFloat>(const BFloat*, float*, BFloat*, int);
-template __global__ void sum_rows<Fault::kNone>(const float*, int, float*);
+template __global__ void sum_rows<Fault::kNone>(float*, int, float*);
 template __global__ void reduce<Fault::kNone>(const float*, float*);
 template __global__ void merge<Fault::kNone>(const float*, float*, uint32_t*, float*);
 

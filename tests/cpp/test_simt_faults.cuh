@@ -21,8 +21,10 @@ enum class Fault {
   kMisalignedCopy,
   kMemoryTooSmall,
   kCopyLeftOver,
+  kSourceOverwritten,
   // of barriers, warps and shared memory
   kNoSyncwarp,
+  kShuffleForSyncwarp,
   kNoBarrier,
   kScratchReused,
   kDivergentBarrier,
@@ -63,10 +65,10 @@ constexpr int kTileRows = 4;
 // Sums of columns, one thread each, through a pipeline of two tiles: 16 threads copy a row for all.
 // in [blocks][rows][kColumns] -> out [blocks][kColumns]; dynamic shared memory [2][kTileRows][kColumns]
 template <Fault kFault>
-__global__ void __launch_bounds__(kColumns) sum_rows(const float* in, int rows, float* out) {
+__global__ void __launch_bounds__(kColumns) sum_rows(float* in, int rows, float* out) {
   auto* tiles = dynamic_shared_memory<float>();
   const int t = static_cast<int>(thread_index());
-  const float* from = in + static_cast<int64_t>(blockIdx.x) * rows * kColumns;
+  float* from = in + static_cast<int64_t>(blockIdx.x) * rows * kColumns;
   const int count = (rows + kTileRows - 1) / kTileRows;
   const auto fetch = [&](int tile) {
     const int buffer = kFault == Fault::kRefillInUse ? 0 : tile % 2;
@@ -78,6 +80,7 @@ __global__ void __launch_bounds__(kColumns) sum_rows(const float* in, int rows, 
     if (kFault != Fault::kNoCommit) commit_copies();
   };
   fetch(0);
+  if (kFault == Fault::kSourceOverwritten && t < 16) from[t * 4] = 0;  // what this thread copies
   float sum = 0;
   for (int tile = 0; tile < count; ++tile) {
     if (tile + 1 < count || kFault == Fault::kCopyLeftOver) {
@@ -110,6 +113,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce(const float* in, float*
   const auto t = static_cast<int>(thread_index());
   const int warp = t / kWarpLanes, lane = t % kWarpLanes;
 
+  if (lane == 0 && kFault != Fault::kStaleMemory) positive[warp] = 0;
   staged[t] = in[t];
   if (kFault != Fault::kNoSyncwarp) __syncwarp();
   float x = staged[t ^ 1];
@@ -122,10 +126,17 @@ __global__ void __launch_bounds__(kReduceThreads) reduce(const float* in, float*
   }
   if (kFault == Fault::kMisalignedVector) x += static_cast<float>(load<16>(&staged[t & 1]).word[0] & 0u);
 
-  if (lane == 0 && kFault != Fault::kStaleMemory) positive[warp] = 0;
   if (kFault == Fault::kMixedAtomic && t == kWarpLanes) positive[0] = 0;
-  __syncwarp();
   if (x > 0) atomicAdd(&positive[warp], 1u);
+  // A second exchange through the same memory: neither lane may be ahead of what the other still reads.
+  if (kFault == Fault::kShuffleForSyncwarp) {
+    x += 0 * __shfl_xor_sync(kAllLanes, x, 1);
+  } else {
+    __syncwarp();
+  }
+  staged[t] = x;
+  __syncwarp();
+  x = staged[t ^ 1];
 
   if (kFault == Fault::kShuffleInBranch) {
     if (lane < 16) x += 0 * __shfl_xor_sync(kAllLanes, x, 1);
