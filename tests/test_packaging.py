@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging_tools import ROOT, python, run, sources
+from setuptools import Distribution
 
 import santa_torch
 from build_tools import backend, build_ext, environment, ninja_file
@@ -374,6 +375,30 @@ def test_libraries_depend_on_no_more_than_they_may(root: Path) -> None:
         assert name not in module.read_bytes()
 
 
+def test_the_emulator_is_in_no_library(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    command = build_ext.BuildExt(Distribution({"ext_modules": build_ext.EXTENSIONS}))
+    command.build_lib, command.cxx = "build", "g++"
+    command.torch = environment.require_torch()
+    command.cuda = environment.Cuda(Path("cuda"), "13.0", ("8.0",))
+    command.record = dict.fromkeys(("VERSION", "TORCH", "CUDA", "CUDA_ARCHS"), "")
+    for extension in build_ext.EXTENSIONS:
+        library = command._library(extension.name)
+        assert library.sources
+        assert not [path for path in library.sources if "simt" in path.parts]
+        assert not [flag for flag in library.cxx_flags + library.nvcc_flags if "SIMT" in flag]
+    for path in (root / "santa_torch").glob("*.so"):
+        assert b"5santa4simt" not in path.read_bytes()  # its namespace
+
+
+def test_no_source_is_installed(root: Path, tmp_path: Path) -> None:
+    build = ("setup.py", "--quiet", "build_py", "--build-lib", tmp_path)
+    run(sys.executable, *build, cwd=root)
+    installed = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(installed) > 20
+    assert {path.suffix for path in installed} == {".py"}
+
+
 def test_build_info_is_a_mapping_and_prints() -> None:
     info = santa_torch.build_info()
     assert info["torch_running"] == info.torch_running == torch.__version__
@@ -404,4 +429,7 @@ def test_sdist_is_complete(root: Path, tmp_path: Path) -> None:
     with tarfile.open(archive) as tar:
         inside = {Path(*Path(name).parts[1:]) for name in tar.getnames()}
     assert not {file for file in sources() if file.name != ".gitignore"} - inside
+    # What tests build, whatever a clone would have.
+    assert {Path("csrc/simt/engine.cpp"), Path("csrc/cuda/device.cuh")} <= inside
+    assert Path("tests/cpp/test_simt_faults.cuh") in inside
     assert not [file for file in inside if file.suffix == ".so" or file.name == "_build.py"]
