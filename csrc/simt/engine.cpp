@@ -96,7 +96,6 @@ void rank_threads(Block& block) {
   if (options.order == Order::kReverse) std::reverse(block.ranking.begin(), block.ranking.end());
   if (options.order == Order::kStarving) {
     for (int i = block.size; i > 1; --i) std::swap(block.ranking[i - 1], block.ranking[grid->next_random() % i]);
-    block.rank = grid->next_random();
   }
   for (int i = 0; i < block.size; ++i) block.ranking[i]->rank = i;
 }
@@ -143,9 +142,7 @@ size_t pick_block(const std::vector<Block*>& live) {
   if (live.size() == 1 || options.order == Order::kForward) return 0;
   if (options.order == Order::kReverse) return live.size() - 1;
   if (options.order == Order::kShuffled) return grid->next_random() % live.size();
-  const auto before = [](const Block* a, const Block* b) {
-    return std::make_pair(a->next_ready(0), a->rank) < std::make_pair(b->next_ready(0), b->rank);
-  };
+  const auto before = [](const Block* a, const Block* b) { return a->next_ready(0) < b->next_ready(0); };
   return std::min_element(live.begin(), live.end(), before) - live.begin();
 }
 

@@ -87,7 +87,6 @@ struct Block {
   // Threads by their rank, in which order they get their turns where they can; and a bit for each rank that can.
   std::array<uint64_t, kMaxThreads / 64> ready{};
   std::vector<Thread*> ranking;
-  uint64_t rank = 0;  // among blocks where threads have the same
   std::array<Warp, kMaxThreads / kWarpLanes> warps;
   std::vector<Thread> threads{kMaxThreads};
   Barrier barrier;

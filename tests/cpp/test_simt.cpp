@@ -298,11 +298,14 @@ void check_orders() {
   CHECK(starving == arrivals_in(simt::Order::kStarving, 1, 3));
   CHECK(starving != arrivals_in(simt::Order::kStarving, 2, 3));
   CHECK(std::find(starving.begin(), starving.end(), starving.back()) - starving.begin() == 80 + 80 + 39);
-  bool other_order = false;  // of blocks
+  const auto in_order = [](std::vector<uint32_t> list) { return std::is_sorted(list.begin(), list.begin() + 40); };
+  CHECK(in_order(forward) && !in_order(shuffled) && !in_order(arrivals_in(simt::Order::kStarving, 1, 1)));
+  bool other_order = false, other_last = false;  // of blocks
   for (uint64_t seed = 1; seed < 9; ++seed) {
     other_order |= arrivals_in(simt::Order::kShuffled, seed, 1)[0] / 40 != shuffled[0] / 40;
+    other_last |= arrivals_in(simt::Order::kStarving, seed, 3).back() / 40 != starving.back() / 40;
   }
-  CHECK(other_order);
+  CHECK(other_order && other_last);
 }
 
 // --- Launches and misuse.
@@ -322,6 +325,10 @@ __global__ void recurses(volatile int* depth) {
   *depth = *depth + 1;
   if (*depth < 100000) recurses(depth);
   *depth = block[0];
+}
+__global__ void leaves_early(uint32_t who) {
+  if (thread_index() == who) return;
+  __syncthreads();
 }
 __global__ void nested() { launch(nothing, {.name = "inner", .grid = 1, .block = 1}, nullptr); }
 __global__ void big_shared(int* out) {
@@ -392,6 +399,15 @@ void check_misuse() {
   expect({"division"}, [&] { launch(divides, one, 1, 0, &out); }, __LINE__);
   int depth = 0;
   expect({"stack overflow"}, [&] { launch(recurses, one, &depth); }, __LINE__);
+  // Whichever comes first.
+  for (const uint32_t who : {0u, 63u}) {
+    const bool first = simt::options.order == simt::Order::kForward ? who == 0 : who == 63;
+    if (simt::options.order > simt::Order::kReverse) break;
+    expect(
+        {"kernel 'many', block (0, 0, 0)",
+         first ? "which threads that have ended will not reach" : "ends while thread"},
+        [&] { launch(leaves_early, {.name = "many", .grid = 1, .block = 64}, who); }, __LINE__);
+  }
   expect({"kernel 'one'", "launches a kernel"}, [&] { launch(nested, one); }, __LINE__);
   // None of that stays.
   check_shared_memory();
