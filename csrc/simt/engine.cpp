@@ -24,6 +24,7 @@ struct Grid {
   Launch launch;
   void (*body)(const void*);
   const void* argument;
+  int64_t argument_bytes;
   uint64_t random;
   uint64_t blocks, started = 0;
   uint64_t stride = 1, shift = 0;  // of the order of blocks
@@ -242,6 +243,11 @@ void fail(const std::string& what) {
   std::abort();
 }
 
+bool is_parameter(const void* p) {
+  const char* begin = static_cast<const char*>(grid->argument);
+  return p >= begin && p < begin + grid->argument_bytes;
+}
+
 void wait(const char* operation, const Site& at) {
   Thread& thread = *running.thread;
   thread.operation = operation;
@@ -303,7 +309,7 @@ void fence() {
 
 void wait_for_previous_grid() { running.thread->previous_grid_ended = running.block->previous_grid_ended = true; }
 
-void run(const Launch& launch, void (*body)(const void*), const void* argument) {
+void run(const Launch& launch, void (*body)(const void*), const void* argument, int64_t bytes) {
   if (launching) {
     const InEngine inside;
     fail("launches a kernel");
@@ -313,6 +319,7 @@ void run(const Launch& launch, void (*body)(const void*), const void* argument) 
   Grid state = {.launch = launch,
                 .body = body,
                 .argument = argument,
+                .argument_bytes = bytes,
                 .random = options.seed * 0x9E3779B97F4A7C15u | 1,
                 .blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z};
   if (options.order == Order::kShuffled || options.order == Order::kStarving) {

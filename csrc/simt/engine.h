@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 // What the names in simt.h are made of. Kernels do not include this.
 
@@ -37,7 +38,16 @@ struct Options {
   int64_t shared_limit =
       int64_t{99} << 10;  // bytes a block may have: the least of sm_80 to sm_120 (8.6, 8.9, 12.0)
 };
-inline constinit Options options;
+inline Options options;
+
+// Global memory that kernels may touch. Where a test names any, accesses elsewhere are errors: every access with
+// the race checker, otherwise those through the functions of device.cuh.
+struct Memory {
+  const void* begin;
+  int64_t bytes;
+  const char* name;
+};
+inline std::vector<Memory> global_memory;
 
 struct Launch {
   const char* name = "kernel";
@@ -66,9 +76,9 @@ struct Position {
 };
 inline constinit Position position{};
 
-// Runs body(argument) once in every thread. Throws Error, and whatever a kernel throws; launches from several
-// threads of the host take turns.
-void run(const Launch& launch, void (*body)(const void*), const void* argument);
+// Runs body(argument) once in every thread; the argument has so many bytes. Throws Error, and whatever a kernel
+// throws; launches from several threads of the host take turns.
+void run(const Launch& launch, void (*body)(const void*), const void* argument, int64_t bytes);
 
 // --- What follows is called by kernels, through simt.h and device.cuh.
 

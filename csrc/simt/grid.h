@@ -136,6 +136,9 @@ inline thread_local bool launching = false;  // this thread of the host
 // running thread has on its stack is left there.
 [[noreturn]] void fail(const std::string& what);
 
+// Whether memory holds the parameters of the running kernel.
+bool is_parameter(const void* p);
+
 // Leaves the running thread until set_ready() is called for it.
 void wait(const char* operation, const Site& at);
 

@@ -268,6 +268,7 @@ void note(const void* p, int64_t bytes, Access access, const void* pc) {
   }
   const auto* begin = static_cast<const char*>(p);
   const bool shared = block.shared.contains(p);
+  if (!shared) check_global(p, bytes, pc);
   const Record now = {.pc = pc,
                       .block = block.number,
                       .epoch = block.clock.epoch,

@@ -42,7 +42,17 @@ void check_alignment(const void* p, int bytes, const char* what, const Site& at)
   }
 }
 
-// A group's copies, or with `all` every one, land in the order of issue.
+// The running thread's access, to the race checker; without it, to global memory alone.
+void announce(const void* p, int64_t bytes, races::Access access, const void* pc) {
+  if (bytes == 0) return;
+  if constexpr (races::kOn) {
+    races::note(p, bytes, access, pc);
+  } else if (!running.block->shared.contains(p)) {
+    check_global(p, bytes, pc);
+  }
+}
+
+// The copies of groups before `groups` land, in the order of issue.
 void land(Thread& thread, int64_t groups) {
   auto waiting = thread.copies.begin();
   for (const Copy& copy : thread.copies) {
@@ -52,10 +62,8 @@ void land(Thread& thread, int64_t groups) {
     }
     std::memset(copy.to, 0, copy.bytes);
     if (copy.source_bytes > 0) std::memcpy(copy.to, copy.from, copy.source_bytes);
-    if constexpr (races::kOn) {
-      races::note(copy.from, copy.source_bytes, races::Access::kRead, copy.pc);
-      races::note(copy.to, copy.bytes, races::Access::kLanding, copy.pc);
-    }
+    announce(copy.from, copy.source_bytes, races::Access::kRead, copy.pc);
+    announce(copy.to, copy.bytes, races::Access::kLanding, copy.pc);
   }
   thread.copies.erase(waiting, thread.copies.end());
 }
@@ -63,6 +71,26 @@ void land(Thread& thread, int64_t groups) {
 }  // namespace
 
 void poison(void* p, int64_t bytes) { fill(p, bytes, kPoison); }
+
+void check_global(const void* p, int64_t bytes, const void* pc) {
+  if (global_memory.empty() || is_parameter(p)) return;
+  const auto begin = reinterpret_cast<intptr_t>(p);
+  const Memory* nearest = nullptr;
+  int64_t distance = INT64_MAX;  // from the end of the one, or to the beginning
+  for (const Memory& memory : global_memory) {
+    const auto first = reinterpret_cast<intptr_t>(memory.begin);
+    if (begin >= first && begin + bytes <= first + memory.bytes) return;
+    const int64_t away = begin < first ? first - begin : begin + bytes - (first + memory.bytes);
+    if (away < distance) {
+      distance = away;
+      nearest = &memory;
+    }
+  }
+  if (symbols::is_static(p)) return;
+  fail(text("access to ", bytes, " bytes outside of global memory, ", distance, " bytes ",
+            begin < reinterpret_cast<intptr_t>(nearest->begin) ? "before " : "past the end of ", nearest->name,
+            ", at ", Site{{}, pc}));
+}
 
 SharedMemory::SharedMemory() {
   constexpr auto kGuard = static_cast<int64_t>(kGuardBytes);
@@ -162,10 +190,8 @@ void copy_async(void* to, const void* from, int bytes, int source_bytes) {
                 Site{{}, other.pc}));
     }
   }
-  if constexpr (races::kOn) {
-    races::note(from, source_bytes, races::Access::kRead, at.pc);
-    races::note(to, bytes, races::Access::kCopy, at.pc);
-  }
+  announce(from, source_bytes, races::Access::kRead, at.pc);
+  announce(to, bytes, races::Access::kCopy, at.pc);
   // What is read before the wait is poison; what is written before it is lost.
   poison(to, bytes);
   thread.copies.push_back({to, from, bytes, source_bytes, thread.groups, at.pc});
@@ -185,9 +211,7 @@ void load(void* to, const void* from, int bytes, bool read_only) {
   if (read_only && running.block->shared.contains(from)) {
     fail(text("a load from shared memory as if it were global, at ", Site{{}, pc}));
   }
-  if constexpr (races::kOn) {
-    races::note(from, bytes, read_only ? races::Access::kReadOnly : races::Access::kRead, pc);
-  }
+  announce(from, bytes, read_only ? races::Access::kReadOnly : races::Access::kRead, pc);
   std::memcpy(to, from, bytes);
 }
 
@@ -195,7 +219,7 @@ void store(void* to, const void* from, int bytes) {
   const InEngine inside;
   const void* pc = __builtin_return_address(0);
   check_alignment(to, bytes, "a store", {{}, pc});
-  if constexpr (races::kOn) races::note(to, bytes, races::Access::kWrite, pc);
+  announce(to, bytes, races::Access::kWrite, pc);
   std::memcpy(to, from, bytes);
 }
 
@@ -203,7 +227,7 @@ void before_atomic(const void* p, int bytes, const void* pc) {
   const InEngine inside;
   check_alignment(p, bytes, "an atomic operation", {{}, pc});
   yield_if_shuffled();
-  if constexpr (races::kOn) races::note(p, bytes, races::Access::kAtomic, pc);
+  announce(p, bytes, races::Access::kAtomic, pc);
 }
 
 }  // namespace santa::simt

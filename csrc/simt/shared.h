@@ -10,6 +10,9 @@ namespace santa::simt {
 // Fills memory with NaN of each floating-point type, which are huge integers too.
 void poison(void* p, int64_t bytes);
 
+// Fails where a test has said which global memory there is, and this is elsewhere; `pc` is who asks.
+void check_global(const void* p, int64_t bytes, const void* pc);
+
 // Shared memory of one block: objects apart from each other, with redzones between.
 class SharedMemory {
  public:

@@ -13,11 +13,15 @@
 // memory by a call, and races.cpp is who answers. Kernels need no wrapped pointers and no macros for that, and
 // no access can be forgotten, as it could with proxies.
 //
-// Flags: -std=c++20 -DSANTA_SIMT=1 -fno-strict-aliasing (kernels read memory as vectors), -ffp-contract=off.
+// Flags: -std=c++20 -DSANTA_SIMT=1, -fno-strict-aliasing (kernels read memory as vectors), -ffp-contract=off,
+// -Wno-unknown-pragmas (unroll), and -g1 for lines in errors.
 //
 // Not modelled: time, caches and registers; spinning on what another thread will write; the order in which
-// plain writes become visible, except that the race checker asks for the fences; named barriers, tensor cores,
-// streams, textures, cooperative groups. Memory outside its allocations is seen where the page is missing.
+// plain writes become visible, except that the race checker asks for the fences; __launch_bounds__, named
+// barriers, tensor cores, streams, textures, cooperative groups. Threads change only where they wait (and at
+// atomics in a shuffle), so that a race shows in results where that matters, and always to the checker. Which it
+// does not see: memcpy as GCC compiles it, and what an optimiser has merged. Global memory outside of its
+// allocations is seen where the page is missing, or where a test says what there is (global_memory).
 
 #include <algorithm>
 #include <cmath>
@@ -72,10 +76,16 @@ __attribute__((noinline, no_sanitize("thread"))) T atomic(T* p, const Change& ch
 
 template <class... P, class... A>
 void launch(const Launch& config, void (*kernel)(P...), A&&... arguments) {
-  const std::tuple<P...> parameters(std::forward<A>(arguments)...);
   static_assert((sizeof(P) + ... + 0) <= 4096, "parameters of a kernel are limited to 4 KiB");
-  const auto body = [&] { std::apply(kernel, parameters); };
-  run(config, [](const void* f) { (*static_cast<decltype(&body)>(f))(); }, &body);
+  struct Call {
+    void (*kernel)(P...);
+    std::tuple<P...> parameters;
+  };
+  const Call call = {kernel, std::tuple<P...>(std::forward<A>(arguments)...)};
+  const auto body = [](const void* argument) {
+    std::apply(static_cast<const Call*>(argument)->kernel, static_cast<const Call*>(argument)->parameters);
+  };
+  run(config, body, &call, sizeof call);
 }
 
 }  // namespace santa::simt
@@ -178,10 +188,17 @@ inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigne
 inline int __ffs(int x) { return __builtin_ffs(x); }
 // IEEE operations that nvcc must not fuse or approximate; a compiler with -ffp-contract=off does neither.
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __dsqrt_rn(double x) { return std::sqrt(x); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 #undef SANTA_AT
 // NOLINTEND(bugprone-reserved-identifier)

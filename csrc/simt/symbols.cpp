@@ -44,6 +44,11 @@ std::string source_line(const void* pc) {
   return result;
 }
 
+bool is_static(const void* p) {
+  Dl_info info{};
+  return dladdr(p, &info) != 0;
+}
+
 std::string tag_name(const std::string& function) {
   // "... [with Tag = name; T = ...]" of GCC, "... [Tag = name, T = ...]" of clang; the name with its scopes.
   size_t end = function.rfind("; T = ");

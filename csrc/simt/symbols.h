@@ -8,6 +8,9 @@ namespace santa::simt::symbols {
 // comes with the compiler, and -g1. Empty where there is no telling.
 std::string source_line(const void* pc);
 
+// Whether memory belongs to a program or library as loaded: its constants and variables.
+bool is_static(const void* p);
+
 // The name of the tag in the text that a compiler has for a function template of <class Tag, class T>.
 std::string tag_name(const std::string& function);
 

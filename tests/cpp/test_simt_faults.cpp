@@ -11,15 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "test_simt_checks.h"
+
 namespace santa::simt_test {
 namespace {
-
-constexpr bool kRaces =
-#if defined(SANTA_SIMT_RACES) && SANTA_SIMT_RACES
-    true;
-#else
-    false;
-#endif
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr const char* kWrong = "wrong result";
@@ -153,6 +148,7 @@ const Row kTable[] = {
     {FAULT(reduce, kReadPastObject), kWrong, "outside every shared object"},
     {FAULT(reduce, kFarPastDynamic), "outside of shared memory", "outside every shared object"},
     {FAULT(reduce, kOneThreadWrites), kWrong, "race on byte 0 of First"},
+    {FAULT(reduce, kWrittenWhileRead), kWrong, "race on byte 0 of Scratch"},
     {FAULT(reduce, kMisalignedVector), "not a multiple", "not a multiple"},
     {FAULT(reduce, kLocalMemory), nullptr, "of the local memory of thread 0"},
     {FAULT(reduce, kMixedAtomic), kWrong, "an atomic by thread"},
@@ -169,12 +165,11 @@ const Row kTable[] = {
     {FAULT(grids, kWriteBeforeGridWait), nullptr, "of the previous grid"},
 };
 
+// "" when the result is right, else what was wrong.
 std::string outcome(const Row& row) {
-  try {
-    return row.run();
-  } catch (const simt::Error& error) {
-    return error.what();
-  }
+  std::string said;
+  const std::string error = error_of([&] { said = row.run(); });
+  return error.empty() ? said : error;
 }
 
 std::vector<simt::Options> orders() {

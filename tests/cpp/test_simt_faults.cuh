@@ -41,6 +41,7 @@ enum class Fault {
   kReadPastObject,
   kFarPastDynamic,
   kOneThreadWrites,
+  kWrittenWhileRead,
   kMisalignedVector,
   kLocalMemory,
   kMixedAtomic,
@@ -179,6 +180,10 @@ __global__ void __launch_bounds__(kReduceThreads) reduce(const float* in, float*
   __syncthreads();
   float most = scratch[0];
   for (int i = 1; i < kReduceWarps; ++i) most = scratch[i] > most ? scratch[i] : most;
+  if (kFault == Fault::kWrittenWhileRead && warp == 0) {
+    __syncwarp();  // which orders the readers of this warp, and no others
+    if (lane == 0) scratch[0] = 1e9f;
+  }
   if (kFault == Fault::kOneThreadWrites) {
     if (t == 0) first = total;
     total = first;
