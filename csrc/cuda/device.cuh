@@ -8,7 +8,11 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#ifndef SANTA_SIMT
+#define SANTA_SIMT 0
+#endif
+
+#if SANTA_SIMT
 #include "../cpu/convert.h"
 #include "../simt/simt.h"
 #else
@@ -37,7 +41,7 @@ struct alignas(kBytes) Words {
   uint32_t word[kBytes / 4];
 };
 
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
 using Stream = void*;
 #else
 using Stream = cudaStream_t;
@@ -67,7 +71,7 @@ __device__ __forceinline__ uint32_t lane_id() { return thread_index() % kWarpLan
 
 template <class Tag, class T>
 __device__ __forceinline__ T& shared_memory() {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   static_assert(alignof(T) <= 16 && std::is_trivially_default_constructible_v<T>);
   static const char key = 0;
   return *static_cast<T*>(simt::shared_object(&key, __PRETTY_FUNCTION__, sizeof(T)));
@@ -80,7 +84,7 @@ __device__ __forceinline__ T& shared_memory() {
 // The memory that LaunchConfig::shared_bytes asks for; aligned to 128 bytes.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared_memory() {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   return static_cast<T*>(simt::dynamic_shared_object());
 #else
   extern __shared__ __align__(128) unsigned char santa_dynamic_shared_memory[];
@@ -117,7 +121,7 @@ __device__ __forceinline__ T warp_max(T x) {
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes = kBytes) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::copy_async(shared, global, kBytes, bytes);
 #else
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -131,7 +135,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 }
 
 __device__ __forceinline__ void commit_copies() {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::commit_copies();
 #else
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -141,7 +145,7 @@ __device__ __forceinline__ void commit_copies() {
 // Waits for all groups of this thread but the newest kGroups.
 template <int kGroups>
 __device__ __forceinline__ void wait_copies() {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::wait_copies(kGroups);
 #else
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
@@ -152,7 +156,7 @@ __device__ __forceinline__ void wait_copies() {
 
 template <int kBytes>
 __device__ __forceinline__ Words<kBytes> load(const void* p) {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   Words<kBytes> x;
   simt::load(&x, p, kBytes, false);
   return x;
@@ -163,7 +167,7 @@ __device__ __forceinline__ Words<kBytes> load(const void* p) {
 
 template <int kBytes>
 __device__ __forceinline__ void store(void* p, const Words<kBytes>& x) {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::store(p, &x, kBytes);
 #else
   *static_cast<Words<kBytes>*>(p) = x;
@@ -177,7 +181,7 @@ template <int kBytes>
 __device__ __forceinline__ Words<kBytes> load_once(const void* p) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   Words<kBytes> x;
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::load(&x, p, kBytes, true);
 #else
   if constexpr (kBytes == 16) {
@@ -204,7 +208,7 @@ __device__ __forceinline__ float to_float(BFloat x) {
 }
 
 __device__ __forceinline__ float to_float(Half x) {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   return cpu::to_float(cpu::Half{x.bits});
 #else
   float y;
@@ -216,7 +220,7 @@ __device__ __forceinline__ float to_float(Half x) {
 __device__ __forceinline__ void store_as(float x, float* to) { *to = x; }
 
 __device__ __forceinline__ void store_as(float x, BFloat* to) {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   cpu::BFloat y;
   cpu::store_as(x, &y);
   to->bits = y.bits;
@@ -226,7 +230,7 @@ __device__ __forceinline__ void store_as(float x, BFloat* to) {
 }
 
 __device__ __forceinline__ void store_as(float x, Half* to) {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   cpu::Half y;
   cpu::store_as(x, &y);
   to->bits = y.bits;
@@ -258,7 +262,7 @@ __device__ __forceinline__ bool is_last_block(uint32_t* counter, uint32_t blocks
 
 // Waits until the launch before, which this one may overlap, has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_grid() {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::wait_for_previous_grid();
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -268,7 +272,7 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 // Lets the launch behind, if it may overlap, start once every block has said so or has ended. A hint: what this
 // one still writes is not visible there before wait_for_previous_grid().
 __device__ __forceinline__ void let_next_grid_start() {
-#if !defined(SANTA_SIMT) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if !SANTA_SIMT && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
@@ -277,7 +281,7 @@ __device__ __forceinline__ void let_next_grid_start() {
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), const LaunchConfig& config, A&&... arguments) {
-#if defined(SANTA_SIMT) && SANTA_SIMT
+#if SANTA_SIMT
   simt::launch({.name = config.name,
                 .grid = config.grid,
                 .block = config.block,

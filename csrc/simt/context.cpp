@@ -15,6 +15,7 @@ extern "C" void santa_simt_switch(void** from, void* to);
 asm(R"(
 .text
 .globl santa_simt_switch
+.hidden santa_simt_switch
 .type santa_simt_switch, @function
 santa_simt_switch:
   push %rbp

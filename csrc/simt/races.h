@@ -21,11 +21,10 @@ struct Thread;
 
 namespace races {
 
-#if defined(SANTA_SIMT_RACES) && SANTA_SIMT_RACES
-constexpr bool kOn = true;
-#else
-constexpr bool kOn = false;
+#ifndef SANTA_SIMT_RACES
+#define SANTA_SIMT_RACES 0
 #endif
+constexpr bool kOn = SANTA_SIMT_RACES != 0;
 
 enum class Access : uint8_t { kRead, kReadOnly, kWrite, kAtomic, kCopy, kLanding };
 

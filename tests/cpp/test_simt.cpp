@@ -203,6 +203,23 @@ void check_last_block() {
   }
 }
 
+void check_chains() {
+  const uint32_t blocks = 12, threads = 64;
+  std::vector<uint32_t> counters(4), partial(blocks * threads), sums(3 * threads), out(threads);
+  for (int time = 0; time < 2; ++time) {
+    launch(last_of_groups, {.name = "last_of_groups", .grid = blocks, .block = threads}, counters.data(),
+           partial.data(), sums.data(), out.data());
+    for (uint32_t t = 0; t < threads; ++t) {
+      uint32_t sum = 0;
+      for (uint32_t b = 0; b < blocks; ++b) sum += b + t - (b + t) / 2;
+      CHECK(out[t] == sum);
+    }
+  }
+  int told = 0;
+  launch(chain_of_lanes, {.name = "chain_of_lanes", .grid = 1, .block = 32}, &told);
+  CHECK(told == 7);
+}
+
 void check_overlap() {
   std::vector<int> between(64), out(64);
   launch(first_grid, {.name = "first", .grid = 1, .block = 64}, between.data());
@@ -230,6 +247,7 @@ void check_all() {
   check_conversions<Half>();
   check_conversions<BFloat>();
   check_last_block();
+  check_chains();
   check_overlap();
 }
 

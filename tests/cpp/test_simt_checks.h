@@ -7,6 +7,7 @@
 #include <string>
 
 #include "simt/engine.h"
+#include "simt/races.h"
 
 // What the programs that test the emulator share.
 namespace santa::simt_test {
@@ -23,12 +24,7 @@ inline int checks = 0;
     }                                                                                  \
   } while (0)
 
-constexpr bool kRaces =
-#if defined(SANTA_SIMT_RACES) && SANTA_SIMT_RACES
-    true;
-#else
-    false;
-#endif
+constexpr bool kRaces = simt::races::kOn;
 
 inline std::string error_of(const std::function<void()>& f) {
   try {

@@ -200,6 +200,32 @@ __global__ void last_block(uint32_t* counter, uint32_t* partial, uint32_t* out) 
   out[n - 1 - t] += sum;
 }
 
+// The same in two steps: the last block of each group of 4 sums the group, the last of those all groups. It may
+// read what the blocks of other groups wrote too.
+__global__ void last_of_groups(uint32_t* counters, uint32_t* partial, uint32_t* sums, uint32_t* out) {
+  const uint32_t t = thread_index(), n = blockDim.x, group = blockIdx.x / 4, groups = gridDim.x / 4;
+  partial[blockIdx.x * n + t] = blockIdx.x + t;
+  if (!is_last_block(&counters[group], 4)) return;
+  uint32_t sum = 0;
+  for (uint32_t b = group * 4; b < group * 4 + 4; ++b) sum += partial[b * n + t];
+  sums[group * n + t] = sum;
+  if (!is_last_block(&counters[groups], groups)) return;
+  sum = 0;
+  for (uint32_t g = 0; g < groups; ++g) sum += sums[g * n + n - 1 - t];
+  for (uint32_t b = 0; b < gridDim.x; ++b) sum -= partial[b * n + n - 1 - t] / 2;
+  out[n - 1 - t] = sum;
+}
+
+// Lane 0 tells lane 2 through lane 1.
+__global__ void chain_of_lanes(int* out) {
+  auto& word = shared_memory<struct Word, int>();
+  const uint32_t lane = lane_id();
+  if (lane == 0) word = 7;
+  if (lane < 2) __syncwarp(0x3);
+  if (lane == 1 || lane == 2) __syncwarp(0x6);
+  if (lane == 2) *out = word;
+}
+
 // Two grids of which the second may start early.
 __global__ void first_grid(int* out) {
   let_next_grid_start();
