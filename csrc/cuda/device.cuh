@@ -291,6 +291,7 @@ void launch(void (*kernel)(P...), const LaunchConfig& config, A&&... arguments) 
 #else
   const auto check = [&](cudaError_t error) {
     if (error == cudaSuccess) return;
+    cudaGetLastError();  // or the next to ask is told of this error too
     throw std::runtime_error(std::string("kernel '") + config.name + "': " + cudaGetErrorString(error));
   };
   constexpr size_t kSharedWithoutAsking = 48 << 10;

@@ -75,7 +75,7 @@ void poison(void* p, int64_t bytes) { fill(p, bytes, kPoison); }
 void check_global(const void* p, int64_t bytes, const void* pc) {
   if (global_memory.empty() || is_parameter(p)) return;
   const auto begin = reinterpret_cast<intptr_t>(p);
-  const Memory* nearest = nullptr;
+  const Memory* nearest = global_memory.data();
   int64_t distance = INT64_MAX;  // from the end of the one, or to the beginning
   for (const Memory& memory : global_memory) {
     const auto first = reinterpret_cast<intptr_t>(memory.begin);

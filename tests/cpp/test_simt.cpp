@@ -95,6 +95,18 @@ void check_reductions() {
   }
 }
 
+void check_live_values() {
+  std::vector<Live> all(64);
+  for (uint32_t t = 0; t < 64; ++t) all[t] = {t, t + 1, t * 2, t * t, 5, ~t, t << 20, 9};
+  const std::vector<Live> before = all;
+  launch(live_values, {.name = "live_values", .grid = 1, .block = 64}, all.data());
+  for (int t = 0; t < 64; ++t) {
+    Live x = before[t];
+    for (int step = 0; step < 6; ++step) x = mixed(x);
+    CHECK(std::memcmp(&x, &all[t], sizeof x) == 0);
+  }
+}
+
 void check_block_votes() {
   std::vector<int> out(3);
   launch(block_votes, {.name = "block_votes", .grid = 1, .block = dim3(25, 8)}, out.data());
@@ -237,6 +249,7 @@ void check_all() {
   check_shuffles();
   check_votes();
   check_reductions();
+  check_live_values();
   check_block_votes();
   check_shared_memory();
   check_atomics();

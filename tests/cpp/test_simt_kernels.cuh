@@ -64,6 +64,26 @@ __global__ void reductions(float* sums, float* maxima, float* sums_of_8) {  // e
   maxima[t] = warp_max(maxima[t]);
 }
 
+// One step of a recurrence over as many numbers as a switch of contexts has registers to keep, and more.
+struct Live {
+  uint32_t a, b, c, d, e, f, g, h;
+};
+__device__ __forceinline__ Live mixed(const Live& x) {
+  return {x.a * 5 + x.b, x.b * 5 + x.c, x.c * 5 + x.d, x.d * 5 + x.e,
+          x.e * 5 + x.f, x.f * 5 + x.g, x.g * 5 + x.h, x.h * 5 + (x.a ^ 77)};
+}
+
+__global__ void live_values(Live* all) {  // all [blockDim]
+  Live x = all[thread_index()];
+  for (int round = 0; round < 3; ++round) {
+    x = mixed(x);
+    __syncthreads();
+    x = mixed(x);
+    __syncwarp();
+  }
+  all[thread_index()] = x;
+}
+
 __global__ void block_votes(int* out) {  // out [3]
   const int t = static_cast<int>(thread_index());
   const int count = __syncthreads_count(t % 5 == 0);

@@ -36,6 +36,13 @@ __global__ void leaves_early(uint32_t who) {
   if (thread_index() == who) return;
   __syncthreads();
 }
+__global__ void stuck() {
+  if (thread_index() == 0 || thread_index() >= 32) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+}
 __global__ void half_a_warp(uint32_t* out) {
   if (lane_id() >= 16) return;
   __syncwarp();  // lanes that have ended are not waited for
@@ -200,6 +207,9 @@ void check_misuse() {
             first ? "which threads that have ended will not reach" : "ends while thread"},
            [&] { launch(leaves_early, {.name = "many", .grid = 1, .block = 64}, who); });
   }
+  expect({"kernel 'stuck', block (0, 0, 0): no thread can go on: 0-0 in __syncthreads at test_simt_misuse.cpp:",
+          "; 1-31 in __syncwarp at test_simt_misuse.cpp:", "; 32-63 in __syncthreads at test_simt_misuse.cpp:"},
+         [&] { launch(stuck, {.name = "stuck", .grid = 1, .block = 64}); });
   expect({"kernel 'one'", "launches a kernel"}, [&] { launch(nested, one); });
   // None of that stays.
   check_right_kernel();
