@@ -39,7 +39,7 @@ def build(folder: Path, flags: list[str], races: bool = False) -> Path:
     engine = sorted((ROOT / "csrc/simt").glob("*.cpp"))
     tests = [ROOT / f"tests/cpp/{name}.cpp" for name in PROGRAMS]
     flags = [*FLAGS, *flags, *(["-DSANTA_SIMT_RACES=1"] if races else [])]
-    # Kernels announce their accesses. Linked without the sanitizer: races.cpp takes its calls.
+    # Kernels announce their accesses. Linked without the sanitizer: hooks.cpp takes its calls.
     announced = ["-fsanitize=thread"] if races else []
 
     def compile_one(path: Path) -> None:

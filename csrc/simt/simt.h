@@ -10,7 +10,7 @@
 //
 // The race checker (races.h) is a second build of the same sources: -DSANTA_SIMT_RACES=1 for all of them, and
 // -fsanitize=thread for those with kernels, linked without it: the compiler then announces each access to
-// memory by a call, and races.cpp is who answers. Kernels need no wrapped pointers and no macros for that, and
+// memory by a call, and hooks.cpp is who answers. Kernels need no wrapped pointers and no macros for that, and
 // no access can be forgotten, as it could with proxies.
 //
 // Flags: -std=c++20 -DSANTA_SIMT=1, -fno-strict-aliasing (kernels read memory as vectors), -ffp-contract=off,
