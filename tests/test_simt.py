@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("test_simt", "test_simt_misuse", "test_simt_faults")
 FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-DSANTA_SIMT=1", "-Icsrc"]
 FLAGS += ["-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+FLAGS += ["-fno-optimize-sibling-calls"]  # so that errors know the line of a last call
 # Nothing tells a plain build of these: in the emulator a shuffle waits for the lanes of its mask,
 # there are no caches whose contents a fence would order, local memory is no memory apart, and
 # neither two increments nor two grids run at once.

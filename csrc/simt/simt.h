@@ -14,8 +14,8 @@
 // no access can be forgotten, as it could with proxies.
 //
 // Flags: -std=c++20 -DSANTA_SIMT=1, -fno-strict-aliasing (kernels read memory as vectors), -ffp-contract=off,
-// -Wno-unknown-pragmas (unroll), -g1 for lines in errors, and in a library -fvisibility=hidden, or two builds that
-// one process loads share their state.
+// -Wno-unknown-pragmas (unroll), -g1 -fno-optimize-sibling-calls for lines in errors, and in a library
+// -fvisibility=hidden, or two builds that one process loads share their state.
 //
 // Not modelled: time, caches and registers; spinning on what another thread will write; the order in which
 // plain writes become visible, except that the race checker asks for the fences; __launch_bounds__, named
