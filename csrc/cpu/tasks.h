@@ -15,7 +15,8 @@ namespace santa::cpu {
 using ParallelFor = std::function<void(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f)>;
 
 // Hands [0, n) out to threads that need not be equally fast, in pieces of consecutive numbers: one half in equal
-// pieces for all threads, then half of the rest, and so on down to pieces of `smallest`.
+// pieces for all threads, then half of the rest, and so on down to pieces of `smallest`. Where that would be fewer
+// than four pieces a thread, each gets its share at once.
 class Claims {
  public:
   struct Piece {
@@ -39,6 +40,7 @@ class Claims {
   int64_t size(int64_t begin, int64_t threads) const {
     int64_t round = n_;  // what was left when the round began
     while (round > 1 && n_ - begin <= round / 2) round /= 2;
+    if (n_ < 4 * smallest_ * threads) return (n_ + threads - 1) / threads;
     return std::max(smallest_, (round + 2 * threads - 1) / (2 * threads));
   }
 

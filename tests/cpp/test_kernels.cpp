@@ -512,8 +512,10 @@ void check_claims() {
         for (Claims::Piece piece = claims.take(threads); piece.begin < piece.end; piece = claims.take(threads)) {
           const int64_t size = piece.end - piece.begin;
           CHECK(piece.begin == at && piece.end <= n && size <= std::max(last, smallest), "piece");
-          CHECK(size >= std::min(smallest, n - at), "a piece is too small");
-          CHECK(size <= std::max(smallest, (n - at) / threads + 1), "a piece leaves nothing for other threads");
+          const int64_t share = (n + threads - 1) / threads;
+          const bool shares = n < 4 * smallest * threads;
+          CHECK(size >= std::min(shares ? share : smallest, n - at), "a piece is too small");
+          CHECK(size <= share, "a piece leaves nothing for other threads");
           last = size;
           at = piece.end;
         }
