@@ -175,15 +175,12 @@ class Upcoming {
         offsets_(offsets),
         rows_(rows),
         ahead_(ahead),
-        near_(rows_in(kNearBytes, row_length)),
-        far_(rows_in(kFarBytes, row_length)) {}
+        near_(rows_spanning<BFloat>(kNearBytes, row_length)),
+        far_(rows_spanning<BFloat>(kFarBytes, row_length)) {}
 
   BlockAhead after(int64_t i) const { return {block(i, near_), block(i, far_)}; }
 
  private:
-  static int64_t rows_in(int64_t bytes, int64_t row_length) {
-    return 1 + (bytes - 1) / (row_length * static_cast<int64_t>(sizeof(BFloat)));
-  }
   RowBlock block(int64_t i, int64_t distance) const {
     int64_t at = i + distance;
     if (at + kTileRows <= rows_ && evenly_spaced(offsets_ + at)) return in_place(data_, offsets_ + at);

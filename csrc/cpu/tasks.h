@@ -38,9 +38,9 @@ class Claims {
 
  private:
   int64_t size(int64_t begin, int64_t threads) const {
+    if (n_ < 4 * smallest_ * threads) return (n_ + threads - 1) / threads;
     int64_t round = n_;  // what was left when the round began
     while (round > 1 && n_ - begin <= round / 2) round /= 2;
-    if (n_ < 4 * smallest_ * threads) return (n_ + threads - 1) / threads;
     return std::max(smallest_, (round + 2 * threads - 1) / (2 * threads));
   }
 

@@ -17,8 +17,8 @@ class Upcoming {
         offsets_(offsets),
         rows_(rows),
         ahead_(ahead),
-        near_(1 + (kNearBytes - 1) / (row_length * static_cast<int64_t>(sizeof(T)))),
-        far_(1 + (kFarBytes - 1) / (row_length * static_cast<int64_t>(sizeof(T)))) {}
+        near_(rows_spanning<T>(kNearBytes, row_length)),
+        far_(rows_spanning<T>(kFarBytes, row_length)) {}
 
   const char* near(int64_t i) const { return row(i, near_); }
   const char* far(int64_t i) const { return row(i, far_); }
