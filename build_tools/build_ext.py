@@ -40,7 +40,7 @@ CXX = ["-std=c++20", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fvisibility=h
 CXX += ["-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-Icsrc"]
 # GCC's own AVX-512 headers trip its uninitialized warnings (GCC bug 105593); clang knows only one.
 CXX += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
-NVCC = ["-std=c++20", "-O3", "--threads=2", "-Icsrc"]
+NVCC = ["-std=c++20", "-O3", "--fmad=false", "--threads=2", "-Icsrc"]
 NVCC += ["-Xcompiler=-fPIC,-ffp-contract=off,-fvisibility=hidden,-Wall"]
 # An undefined symbol is an error at link time, not at import; it also keeps Python out of _ops.
 COMPLETE = ["-Wl,-z,defs", "-Wl,--as-needed"]
@@ -120,17 +120,17 @@ class BuildExt(build_ext):
         flags = [f"-isystem{folder}" for folder in (find_pybind11(), *python_includes())]
         for name in ("VERSION", "TORCH", "CUDA", "CUDA_ARCHS"):
             flags.append(f'-DSANTA_{name}="{self.record[name] or ""}"')
-        sources = _sources("module.cpp", "planner.cpp", "cpu/level.cpp")
+        sources = _sources("module.cpp", "planner*.cpp", "cpu/level.cpp")
         return ninja_file.Library(output, sources, flags)
 
     def _operators(self, output: Path) -> ninja_file.Library:
-        sources = _sources("library.cpp", "check.cpp", "planner.cpp", "cpu/*.cpp")
+        sources = _sources("library.cpp", "check*.cpp", "planner*.cpp", "cpu/*.cpp")
         return self._stable(output, sources, ["-ltorch_cpu", "-lc10"])
 
     def _cuda_operators(self, output: Path) -> ninja_file.Library:
         cuda = self.cuda
         assert cuda is not None  # run() drops this extension otherwise
-        sources = _sources("check.cpp", "planner.cpp", "cuda/*.cpp", "cuda/*.cu")
+        sources = _sources("check*.cpp", "planner*.cpp", "cuda/*.cpp", "cuda/*.cu")
         library = self._stable(output, sources, ["-ltorch_cuda", "-ltorch_cpu", "-lc10"])
         library.cxx_flags += ["-DUSE_CUDA", f"-isystem{cuda.home}/include"]
         # CXX may hold a launcher and options ("ccache g++ -m64"); nvcc wants the program alone.

@@ -40,18 +40,6 @@ bool same_dtype(const Tensor& a, const Tensor& b) {
   return codes[0] == codes[1];
 }
 
-void check_device(const std::string& op, const char* name, const Tensor& tensor, const Tensor& q) {
-  check_given(op, name, tensor);
-  if (!same_device(tensor, q)) {
-    const auto text = [](const Tensor& t) {
-      return t.is_cpu()    ? std::string("cpu")
-             : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
-                           : "other";
-    };
-    fail(op, name, " must be on the device of the other tensors (", text(q), "), got ", text(tensor));
-  }
-}
-
 Dtype check_dtype(const std::string& op, const char* name, const Tensor& tensor) {
   check_given(op, name, tensor);
   switch (tensor.scalar_type()) {
@@ -121,8 +109,7 @@ MaskParams check_mask(const std::string& op, const Tensor& mask, const DecodeSha
   return params;
 }
 
-std::vector<int64_t> check_seq_lens(const std::string& op, const Tensor& seq_lens, const DecodeShape& shape,
-                                    const Tensor& q) {
+Lengths check_seq_lens(const std::string& op, const Tensor& seq_lens, const DecodeShape& shape, const Tensor& q) {
   check_device(op, "seq_lens", seq_lens, q);
   const bool wide = seq_lens.scalar_type() == ScalarType::Long;
   if (!wide && seq_lens.scalar_type() != ScalarType::Int) {
@@ -131,15 +118,7 @@ std::vector<int64_t> check_seq_lens(const std::string& op, const Tensor& seq_len
   if (seq_lens.dim() != 1 || seq_lens.size(0) != shape.batch) {
     fail(op, "seq_lens must have shape [B] = [", shape.batch, "], got ", shape_text(seq_lens));
   }
-  std::vector<int64_t> lengths(shape.batch);
-  for (int64_t b = 0; b < shape.batch; ++b) {
-    const int64_t at = b * seq_lens.stride(0);
-    lengths[b] = wide ? seq_lens.const_data_ptr<int64_t>()[at] : seq_lens.const_data_ptr<int32_t>()[at];
-    if (lengths[b] < 0 || lengths[b] > shape.rows) {
-      fail(op, "seq_lens[", b, "] must be between 0 and the rows of k (", shape.rows, "), got ", lengths[b]);
-    }
-  }
-  return lengths;
+  return {.data = seq_lens.const_data_ptr(), .stride = seq_lens.stride(0), .wide = wide};
 }
 
 PerSequence check_per_sequence(const std::string& op, const char* name, const Tensor& tensor, int64_t batch,
@@ -156,6 +135,18 @@ PerSequence check_per_sequence(const std::string& op, const char* name, const Te
 
 void check_given(const std::string& op, const char* name, const Tensor& tensor) {
   if (!tensor.defined()) fail(op, name, " must be a tensor, got None");
+}
+
+void check_device(const std::string& op, const char* name, const Tensor& tensor, const Tensor& like) {
+  check_given(op, name, tensor);
+  if (!same_device(tensor, like)) {
+    const auto text = [](const Tensor& t) {
+      return t.is_cpu()    ? std::string("cpu")
+             : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index())
+                           : "other";
+    };
+    fail(op, name, " must be on the device of the other tensors (", text(like), "), got ", text(tensor));
+  }
 }
 
 std::string shape_text(const Tensor& tensor) {
@@ -185,9 +176,9 @@ std::string dtype_text(const Tensor& tensor) {
   }
 }
 
-CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
-                           std::optional<double> scale, const std::optional<Tensor>& mask,
-                           const std::optional<Tensor>& seq_lens, std::optional<double> softcap) {
+DecodeParams check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
+                          std::optional<double> scale, const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& seq_lens, std::optional<double> softcap) {
   const Dtype dtype = check_dtype(op, "q", q);
   check_dim(op, "q", q, 3, "[B, Hq, D]");
   check_dim(op, "k", k, 4, "[B, Hkv, L, D]");
@@ -205,8 +196,7 @@ CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor&
   check_last_stride(op, "q", q);
   check_last_stride(op, "k", k);
 
-  CheckedDecode checked;
-  DecodeParams& params = checked.params;
+  DecodeParams params{};
   params.shape = {.batch = q.size(0),
                   .query_heads = q.size(1),
                   .kv_heads = k.size(1),
@@ -243,11 +233,18 @@ CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor&
     }
   }
   if (mask.has_value()) params.mask = check_mask(op, *mask, params.shape, q);
-  if (seq_lens.has_value()) {
-    checked.seq_lens = check_seq_lens(op, *seq_lens, params.shape, q);
-    params.seq_lens = {.data = checked.seq_lens.data(), .stride = 1};
+  if (seq_lens.has_value()) params.seq_lens = check_seq_lens(op, *seq_lens, params.shape, q);
+  return params;
+}
+
+void check_lengths(const std::string& op, const DecodeParams& params) {
+  if (params.seq_lens.data == nullptr) return;
+  for (int64_t b = 0; b < params.shape.batch; ++b) {
+    const int64_t length = params.seq_lens[b];
+    if (length < 0 || length > params.shape.rows) {
+      fail(op, "seq_lens[", b, "] must be between 0 and the rows of k (", params.shape.rows, "), got ", length);
+    }
   }
-  return checked;
 }
 
 SinkParams check_sinks(const std::string& op, const Tensor& sinks, const DecodeShape& shape, const Tensor& q) {

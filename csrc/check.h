@@ -6,7 +6,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "params.h"
 
@@ -16,16 +15,13 @@ namespace santa {
 
 using torch::stable::Tensor;
 
-// Checked inputs of a decode step, and what they own.
-struct CheckedDecode {
-  DecodeParams params{};
-  std::vector<int64_t> seq_lens;  // read by the CPU backend through params.seq_lens
-};
-
 // Every argument of a decode step that does not concern drawing or sinks. `v` may be absent (stage "score").
-CheckedDecode check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
-                           std::optional<double> scale, const std::optional<Tensor>& mask,
-                           const std::optional<Tensor>& seq_lens, std::optional<double> softcap);
+DecodeParams check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
+                          std::optional<double> scale, const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& seq_lens, std::optional<double> softcap);
+
+// The lengths themselves, of a backend that can read them here and now.
+void check_lengths(const std::string& op, const DecodeParams& params);
 
 // One logit per query head.
 SinkParams check_sinks(const std::string& op, const Tensor& sinks, const DecodeShape& shape, const Tensor& q);
@@ -44,6 +40,9 @@ CheckedValues check_values(const std::string& op, const Tensor& v, int64_t batch
 
 // A tensor at all: the dispatcher lets None pass for one.
 void check_given(const std::string& op, const char* name, const Tensor& tensor);
+
+// On the device of another.
+void check_device(const std::string& op, const char* name, const Tensor& tensor, const Tensor& like);
 
 // "[2, 3, 64]"
 std::string shape_text(const Tensor& tensor);

@@ -1,7 +1,7 @@
 // The schemas of every operator, and nothing else. Kernels are registered at the foot of the files that hold them.
-#include <torch/csrc/stable/library.h>
+#include "registration.h"
 
-STABLE_TORCH_LIBRARY(santa, m) {
+SANTA_OPERATORS(m) {
   // One decode step: out [B, Hq, Dv], lse [B, Hq]; with return_stats key_rows and value_rows int64 [B, Hkv] and
   // squared_error [B, Hq], otherwise those three have no elements.
   m.def(

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "math/host_device.h"
+
 // Plain structs that carry a decode step below torch: pointers with their shapes beside them. Nothing under
 // this line of includes knows torch. All strides count elements and are 64-bit before the first product.
 namespace santa {
@@ -23,7 +25,7 @@ struct DecodeShape {
   int64_t value_dim;    // Dv
   Dtype dtype;          // of q, k and v
 
-  int64_t group_size() const { return query_heads / kv_heads; }  // G
+  SANTA_HD int64_t group_size() const { return query_heads / kv_heads; }  // G
 };
 
 // Where row j of sequence b and KV head h lies. A row lives on a page: page_table[b][j / page_rows] when the
@@ -37,7 +39,7 @@ struct RowAddress {
   const int32_t* page_table = nullptr;  // [B, max_pages], or null
   int64_t page_table_stride = 0;
 
-  int64_t offset(int64_t b, int64_t h, int64_t j) const {
+  SANTA_HD int64_t offset(int64_t b, int64_t h, int64_t j) const {
     if (page_table == nullptr) return b * page_stride + h * head_stride + j * row_stride;
     const int64_t page = page_table[b * page_table_stride + j / page_rows];
     return page * page_stride + h * head_stride + (j % page_rows) * row_stride;
@@ -62,6 +64,10 @@ struct MaskParams {
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   int64_t row_stride = 0;
+
+  // The lowest finite number of the mask's type means "not attended", as -inf does. Masks made in bfloat16 and
+  // then widened carry bfloat16's lowest, which in float32 is a little above float32's own.
+  SANTA_HD float lowest() const { return kind == Kind::kFloat16 ? -65504.0f : -3.3895313892515355e38f; }
 };
 
 // A logit per query head that takes part in the softmax and has no value row.
@@ -76,7 +82,18 @@ struct PerSequence {
   const int64_t* data = nullptr;  // [B] or [1]
   int64_t stride = 0;
 
-  int64_t operator[](int64_t b) const { return data[b * stride]; }
+  SANTA_HD int64_t operator[](int64_t b) const { return data[b * stride]; }
+};
+
+// Rows of each sequence, int32 or int64.
+struct Lengths {
+  const void* data = nullptr;  // [B], or null: every sequence has L rows
+  int64_t stride = 0;
+  bool wide = false;  // int64
+
+  SANTA_HD int64_t operator[](int64_t b) const {
+    return wide ? static_cast<const int64_t*>(data)[b * stride] : static_cast<const int32_t*>(data)[b * stride];
+  }
 };
 
 // How rows are drawn.
@@ -99,8 +116,8 @@ struct DecodeParams {
   float scale;
   float softcap = 0.0f;  // c: scores become c tanh(score / c) before the mask; 0 leaves them
   MaskParams mask;       // [B, Hq, L]
-  PerSequence seq_lens;  // null data: every sequence has L rows
-  SinkParams sinks;      // [Hq]
+  Lengths seq_lens;
+  SinkParams sinks;  // [Hq]
   DrawParams draw;
 
   void* out;                       // [B, Hq, Dv], contiguous, of the inputs' dtype

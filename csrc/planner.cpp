@@ -1,9 +1,9 @@
 #include "planner.h"
 
-#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 
+#include "carver.h"
 #include "math/layout.h"
 
 namespace santa {
@@ -12,30 +12,7 @@ namespace {
 constexpr Method kMethods[] = {Method::kDense, Method::kMultinomial, Method::kStratified, Method::kSystematic,
                                Method::kShared};
 
-// Hands out consecutive pieces, each on a cache line of its own: threads write neighbouring pieces.
-class Carver {
- public:
-  // A piece of as many bytes as the product of the factors. Throws std::invalid_argument past 63 bits: shapes with
-  // broadcast (stride 0) dimensions can ask for that without holding any memory.
-  int64_t take(std::initializer_list<int64_t> factors) {
-    int64_t bytes = 1;
-    bool overflow = false;
-    for (const int64_t factor : factors) overflow |= __builtin_mul_overflow(bytes, factor, &bytes);
-    const int64_t at = end_;
-    overflow |= __builtin_add_overflow(bytes, kAlignment - 1, &bytes);
-    overflow |= __builtin_add_overflow(end_, bytes / kAlignment * kAlignment, &end_);
-    if (overflow || end_ > kMaxBytes) {
-      throw std::invalid_argument("santa: q and k are too large together: scratch memory would pass 2^62 bytes");
-    }
-    return at;
-  }
-  int64_t end() const { return end_; }
-
- private:
-  static constexpr int64_t kAlignment = 64;
-  static constexpr int64_t kMaxBytes = int64_t{1} << 62;  // whoever allocates may round up
-  int64_t end_ = 0;
-};
+constexpr int64_t kLineBytes = 64;  // threads write neighbouring pieces
 
 }  // namespace
 
@@ -53,7 +30,7 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
 
   const int64_t padded_rows = plan.chunks * kChunkRows;
   const int64_t blocks = padded_rows / kBlockRows;
-  Carver carver;
+  Carver carver(kLineBytes);
   plan.query = carver.take({heads, plan.query_stride, 4});
   plan.chunk_maxima = carver.take({heads, plan.chunks, 4});
   plan.maxima = carver.take({heads, 4});

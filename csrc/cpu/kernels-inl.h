@@ -11,25 +11,9 @@ using I = Isa::I;
 constexpr int kTileRows = 4;               // rows scored at once: reduce4 turns their sums into one vector
 constexpr int64_t kReadAheadBytes = 8192;  // how far ahead of its reads read_through asks (measured)
 
-// exp for arguments in [-87, 0]; below, 0. exp(x) = 2^n exp(r) with |r| <= ln(2)/2, where the Taylor polynomial
-// of degree 7 is off by 5e-9 relative, a fraction of fp32's rounding.
-inline F exponential(F x) {
-  const F lowest = Isa::set1(-87.0f);
-  const F bounded = Isa::max(x, lowest);
-  const F n = Isa::round(Isa::mul(bounded, Isa::set1(1.44269504f)));
-  // ln(2) in two parts: the first has 9 bits, so its product with n is exact.
-  F r = Isa::fma(n, Isa::set1(-0.693359375f), bounded);
-  r = Isa::fma(n, Isa::set1(2.12194440e-4f), r);
-  F p = Isa::set1(1.0f / 5040);
-  p = Isa::fma(p, r, Isa::set1(1.0f / 720));
-  p = Isa::fma(p, r, Isa::set1(1.0f / 120));
-  p = Isa::fma(p, r, Isa::set1(1.0f / 24));
-  p = Isa::fma(p, r, Isa::set1(1.0f / 6));
-  p = Isa::fma(p, r, Isa::set1(0.5f));
-  p = Isa::fma(p, r, Isa::set1(1.0f));
-  p = Isa::fma(p, r, Isa::set1(1.0f));
-  return Isa::zero_below(x, lowest, Isa::scale_by_power(p, n));
-}
+#define SANTA_FUNCTION inline
+#include "../math/functions-inl.h"
+#undef SANTA_FUNCTION
 
 // ---- conversion --------------------------------------------------------------------------------------------
 
@@ -66,27 +50,10 @@ void fold(const float* from, int64_t n, double factor, double* to) {
 
 // ---- soft cap ----------------------------------------------------------------------------------------------
 
-// tanh(x) from u = tanh(x / 2) as 2u / (1 + u^2), with u the seventh convergent of Lambert's continued fraction
-// x / (1 + x^2 / (3 + x^2 / (5 + ...))): off by 2.7e-7 relative at most. Bounding first costs nothing, since
-// tanh(10) is 1 in fp32, and keeps NaN, which max and min return when it is their second argument.
-inline F hyperbolic_tangent_of_twice(F half) {
-  const F x = Isa::min(Isa::set1(5.0f), Isa::max(Isa::set1(-5.0f), half));
-  const F z = Isa::mul(x, x);
-  F p = Isa::add(z, Isa::set1(378.0f));
-  p = Isa::fma(p, z, Isa::set1(17325.0f));
-  p = Isa::fma(p, z, Isa::set1(135135.0f));
-  F q = Isa::fma(Isa::set1(28.0f), z, Isa::set1(3150.0f));
-  q = Isa::fma(q, z, Isa::set1(62370.0f));
-  q = Isa::fma(q, z, Isa::set1(135135.0f));
-  const F u = Isa::div(Isa::mul(x, p), q);
-  return Isa::div(Isa::add(u, u), Isa::fma(u, u, Isa::set1(1.0f)));
-}
-
 void softcap(float* x, int64_t n, float cap) {
   const F half_inverse = Isa::set1(0.5f / cap);
   for (int64_t i = 0; i < n; i += Isa::kLanes) {
-    const F tangent = hyperbolic_tangent_of_twice(Isa::mul(Isa::load(x + i), half_inverse));
-    Isa::store(x + i, Isa::mul(tangent, Isa::set1(cap)));
+    Isa::store(x + i, capped(Isa::load(x + i), half_inverse, Isa::set1(cap)));
   }
 }
 
@@ -139,28 +106,21 @@ uint64_t sum_blocks(const uint32_t* weights, int64_t n, uint64_t* block_sums) {
 
 uint64_t weigh(const float* scores, int64_t n, float largest, uint32_t* weights, uint64_t* block_sums) {
   const F shift = Isa::set1(largest);
-  const F scale = Isa::set1(kWeightScale);
   for (int64_t i = 0; i < n; i += Isa::kLanes) {
-    const F p = exponential(Isa::sub(Isa::load(scores + i), shift));
-    Isa::store_int(weights + i, Isa::to_int(Isa::mul(p, scale)));
+    Isa::store_int(weights + i, integer_weight(Isa::sub(Isa::load(scores + i), shift)));
   }
   return sum_blocks(weights, n, block_sums);
 }
 
-// Products and sums stay apart (no fma): every backend must round where this one does.
 uint64_t include(const IncludeTile& tile) {
   const F samples = Isa::set1(tile.samples);
-  const F one = Isa::set1(1.0f);
-  const F scale = Isa::set1(kWeightScale);
   for (int64_t i = 0; i < tile.rows; i += Isa::kLanes) {
     F square = Isa::set1(0.0f);
     for (int64_t h = 0; h < tile.heads; ++h) {
-      const F weight = Isa::to_float(Isa::load_int(tile.weights + h * tile.weights_stride + i));
-      const F p = Isa::mul(weight, Isa::set1(tile.reciprocal[h]));
-      square = Isa::add(square, Isa::mul(p, p));
+      const I weight = Isa::load_int(tile.weights + h * tile.weights_stride + i);
+      square = add_square(square, weight, Isa::set1(tile.reciprocal[h]));
     }
-    const F share = Isa::min(Isa::mul(samples, Isa::sqrt(square)), one);
-    Isa::store_int(tile.inclusion + i, Isa::to_int(Isa::mul(share, scale)));
+    Isa::store_int(tile.inclusion + i, integer_inclusion(square, samples));
   }
   return sum_blocks(tile.inclusion, tile.rows, tile.block_sums);
 }

@@ -1,12 +1,11 @@
 // What concerns the machine rather than attention: its memory and its clock.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
 
 #include "../check.h"
+#include "../registration.h"
 #include "huge_pages.h"
 #include "kernels.h"
 #include "stage_timer.h"
@@ -64,11 +63,9 @@ std::string time_stages_op(bool on) {
 }  // namespace
 }  // namespace santa::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) {
+SANTA_KERNELS(CPU, m) {
   m.impl("read_through", TORCH_BOX(&santa::cpu::read_through_op));
   m.impl("prefer_huge_pages", TORCH_BOX(&santa::cpu::prefer_huge_pages_op));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(santa, CompositeExplicitAutograd, m) {
-  m.impl("time_stages", TORCH_BOX(&santa::cpu::time_stages_op));
-}
+SANTA_KERNELS(CompositeExplicitAutograd, m) { m.impl("time_stages", TORCH_BOX(&santa::cpu::time_stages_op)); }

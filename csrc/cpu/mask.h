@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstring>
-#include <limits>
 
 #include "../math/softmax.h"
 #include "../params.h"
@@ -37,7 +36,7 @@ class Mask {
         *bias = to_float(static_cast<const BFloat*>(params_.data)[at]);
         break;
     }
-    return !(*bias <= lowest());  // NaN is attended, and surfaces
+    return !(*bias <= params_.lowest());  // NaN is attended, and surfaces
   }
 
   bool attends(int64_t b, int64_t h, int64_t j) const {
@@ -71,10 +70,6 @@ class Mask {
   }
 
  private:
-  // The lowest finite number of the mask's type means "not attended", as -inf does. Masks made in bfloat16 and
-  // then widened carry bfloat16's lowest, which in float32 is a little above float32's own.
-  float lowest() const { return params_.kind == MaskParams::Kind::kFloat16 ? -65504.0f : from_bits(0xFF7F0000u); }
-
   MaskParams params_;
 };
 

@@ -1,5 +1,4 @@
 // The torch side of the stage operators weigh, draw and gather: the kernels of decode on whole tensors.
-#include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -8,9 +7,10 @@
 #include <tuple>
 #include <vector>
 
-#include "../check.h"
+#include "../check_stages.h"
 #include "../math/softmax.h"
 #include "../math/weights.h"
+#include "../registration.h"
 #include "../text.h"
 #include "draw.h"
 #include "gather.h"
@@ -21,27 +21,9 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-void check_tensor(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, ScalarType dtype,
-                  const char* layout) {
-  check_given(op, name, tensor);
-  if (tensor.dim() != dim || tensor.scalar_type() != dtype || !tensor.is_cpu()) {
-    fail(op, name, " must be ", layout, " on the CPU, got ", dtype_text(tensor), " ", shape_text(tensor));
-  }
-}
-
-bool same_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
-  return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
-}
-
 Tensor weigh_op(const Tensor& scores_in, const Tensor& maxima_in) {
   const std::string op = "santa::weigh";
-  check_tensor(op, "scores", scores_in, 3, ScalarType::Float, "float32 [B, Hq, L]");
-  check_tensor(op, "maxima", maxima_in, 2, ScalarType::Float, "float32 [B, Hq]");
-  if (!same_sizes(maxima_in, {scores_in.size(0), scores_in.size(1)})) {
-    fail(op, "maxima must have shape [B, Hq] of scores ", shape_text(scores_in), ", got ", shape_text(maxima_in));
-  }
-  const Tensor scores = torch::stable::contiguous(scores_in);
-  const Tensor maxima = torch::stable::contiguous(maxima_in);
+  const auto [scores, maxima] = check_weigh(kCpuHome, scores_in, maxima_in);
   const int64_t rows = scores.size(2);
   Tensor weights = empty({scores.size(0), scores.size(1), rows}, ScalarType::Int);
   const float* from = scores.const_data_ptr<float>();
@@ -124,22 +106,20 @@ void include_rows(const uint32_t* weights, const float* row_mass, int64_t group,
   }
 }
 
-// A contiguous copy; nothing where nothing was given.
-std::optional<Tensor> check_row_mass(const std::string& op, const std::optional<Tensor>& given, int64_t batch,
-                                     int64_t heads) {
-  if (!given.has_value()) return std::nullopt;
-  check_tensor(op, "row_mass", *given, 2, ScalarType::Float, "float32 [B, Hq]");
-  if (!same_sizes(*given, {batch, heads})) {
-    fail(op, "row_mass must have shape [B, Hq] = [", batch, ", ", heads, "], got ", shape_text(*given));
-  }
-  const Tensor row_mass = torch::stable::contiguous(*given);
-  const float* from = row_mass.const_data_ptr<float>();
-  for (int64_t at = 0; at < batch * heads; ++at) {
-    if (!(from[at] >= 0.0f && from[at] <= 1.0f)) {
-      fail(op, "row_mass must lie between 0 and 1, got ", from[at], " at flat index ", at);
+// Values that keep every sum and product of the exact draws within 64 bits.
+void check_values_of(const std::string& op, const DrawInputs& inputs) {
+  const int32_t* from = inputs.weights.const_data_ptr<int32_t>();
+  const int32_t* end = from + inputs.weights.numel();
+  const auto bad =
+      std::find_if(from, end, [](int32_t w) { return w < 0 || w > static_cast<int32_t>(kWeightOne); });
+  if (bad != end) fail(op, "weights must lie between 0 and 2^30, got ", *bad, " at flat index ", bad - from);
+  if (!inputs.row_mass.has_value()) return;
+  const float* mass = inputs.row_mass->const_data_ptr<float>();
+  for (int64_t at = 0; at < inputs.row_mass->numel(); ++at) {
+    if (!(mass[at] >= 0.0f && mass[at] <= 1.0f)) {
+      fail(op, "row_mass must lie between 0 and 1, got ", mass[at], " at flat index ", at);
     }
   }
-  return row_mass;
 }
 
 std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t samples, const Text& method,
@@ -147,31 +127,19 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
                                            int64_t layer, int64_t head_offset,
                                            const std::optional<Tensor>& row_mass_in) {
   const std::string op = "santa::draw";
-  check_tensor(op, "weights", weights_in, 3, ScalarType::Int, "int32 [B, Hq, L]");
-  const int64_t batch = weights_in.size(0);
-  const int64_t heads = weights_in.size(1);
-  const int64_t rows = weights_in.size(2);
-  if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
-    fail(op, "kv_heads must be at least 1 and divide the query heads of weights ", shape_text(weights_in),
-         ", got ", kv_heads);
-  }
-  const DrawParams params =
-      check_draw(op, method, samples, seed, position, layer, head_offset, batch, heads, weights_in);
-  if (params.method == Method::kDense) fail(op, "method must be one that draws, got 'dense'");
-  const Tensor weights = torch::stable::contiguous(weights_in);
+  const DrawInputs inputs = check_draw_inputs(kCpuHome, weights_in, samples, method, kv_heads, seed, position,
+                                              layer, head_offset, row_mass_in);
+  check_values_of(op, inputs);
+  const DrawParams& params = inputs.params;
+  const Tensor& weights = inputs.weights;
   const int32_t* from = weights.const_data_ptr<int32_t>();
-  const int32_t* end = from + weights.numel();
-  // The upper bound keeps every sum and product of the exact draws within 64 bits.
-  const auto bad =
-      std::find_if(from, end, [](int32_t w) { return w < 0 || w > static_cast<int32_t>(kWeightOne); });
-  if (bad != end) fail(op, "weights must lie between 0 and 2^30, got ", *bad, " at flat index ", bad - from);
-
-  const std::optional<Tensor> row_mass = check_row_mass(op, row_mass_in, batch, heads);
-
-  const bool shared = params.method == Method::kShared;
-  const int64_t group = heads / kv_heads;
-  const int64_t draw_heads = shared ? kv_heads : heads;
-  const int64_t capacity = std::min(rows, draw_capacity(shared, samples, group));
+  const bool shared = inputs.shared();
+  const int64_t batch = inputs.shape.batch;
+  const int64_t heads = inputs.shape.query_heads;
+  const int64_t rows = inputs.shape.rows;
+  const int64_t group = inputs.shape.group_size();
+  const int64_t draw_heads = inputs.draw_heads();
+  const int64_t capacity = inputs.capacity();
   Tensor out_rows = torch::stable::new_zeros(weights, {batch, draw_heads, capacity}, ScalarType::Long);
   Tensor out_counts = torch::stable::new_zeros(weights, {batch, draw_heads, capacity}, ScalarType::Int);
   Tensor num_rows = empty({batch, draw_heads}, ScalarType::Int);
@@ -187,8 +155,9 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
       const int64_t first_head = shared ? at % draw_heads * group : at % draw_heads;
       const uint32_t* head_weights = reinterpret_cast<const uint32_t*>(from) + (b * heads + first_head) * rows;
       if (shared) {
-        const float* mass =
-            row_mass.has_value() ? row_mass->const_data_ptr<float>() + b * heads + first_head : nullptr;
+        const float* mass = inputs.row_mass.has_value()
+                                ? inputs.row_mass->const_data_ptr<float>() + b * heads + first_head
+                                : nullptr;
         include_rows(head_weights, mass, group, rows, samples, kernels, &density);
       } else {
         std::copy_n(head_weights, rows, density.values.begin());
@@ -208,26 +177,11 @@ std::tuple<Tensor, Tensor, Tensor> draw_op(const Tensor& weights_in, int64_t sam
 Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Tensor& num_rows_in,
                  const Tensor& v) {
   const std::string op = "santa::gather";
-  check_tensor(op, "rows", rows_in, 3, ScalarType::Long, "int64 [B, Hq or Hkv, capacity]");
-  check_tensor(op, "coefficients", coefficients_in, 3, ScalarType::Float, "float32 [B, Hq, capacity]");
-  check_tensor(op, "num_rows", num_rows_in, 2, ScalarType::Int, "int32 [B, Hq or Hkv]");
-  const int64_t batch = coefficients_in.size(0);
-  const int64_t heads = coefficients_in.size(1);
-  const int64_t capacity = rows_in.size(2);
-  const CheckedValues values = check_values(op, v, batch, heads);
+  const auto [rows, coefficients, num_rows, values, row_heads, capacity] =
+      check_gather(kCpuHome, rows_in, coefficients_in, num_rows_in, v);
+  const int64_t batch = values.shape.batch;
+  const int64_t heads = values.shape.query_heads;
   const int64_t kv_heads = values.shape.kv_heads;
-  const int64_t row_heads = rows_in.size(1);
-  if (rows_in.size(0) != batch || (row_heads != heads && row_heads != kv_heads) ||
-      coefficients_in.size(2) != capacity) {
-    fail(op, "rows must have shape [B, Hq or Hkv, capacity] for coefficients ", shape_text(coefficients_in),
-         " and v ", shape_text(v), ", got ", shape_text(rows_in));
-  }
-  if (!same_sizes(num_rows_in, {batch, row_heads})) {
-    fail(op, "num_rows must have shape [", batch, ", ", row_heads, "], got ", shape_text(num_rows_in));
-  }
-  const Tensor rows = torch::stable::contiguous(rows_in);
-  const Tensor coefficients = torch::stable::contiguous(coefficients_in);
-  const Tensor num_rows = torch::stable::contiguous(num_rows_in);
   const int64_t* row = rows.const_data_ptr<int64_t>();
   const int32_t* num = num_rows.const_data_ptr<int32_t>();
   for (int64_t at = 0; at < batch * row_heads; ++at) {
@@ -245,24 +199,26 @@ Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Ten
   const float* coefficient = coefficients.const_data_ptr<float>();
   const int64_t heads_per_list = heads / row_heads;
   const int64_t lists_per_kv = row_heads / kv_heads;
-  torch_parallel_for(batch * row_heads, 1, [&](int64_t begin, int64_t end) {
-    Gatherer gatherer(values.address, values.shape.value_dim, values.shape.dtype, active_kernels());
-    for (int64_t at = begin; at < end; ++at) {
-      const int64_t first_head = at * heads_per_list;
-      gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity, num[at],
-                      coefficient + first_head * capacity, capacity, heads_per_list);
-      for (int64_t h = 0; h < heads_per_list; ++h) {
-        std::copy_n(gatherer.sums(h), values.shape.value_dim, to + (first_head + h) * values.shape.value_dim);
-      }
-    }
-  });
+  torch_parallel_for(
+      batch * row_heads, 1,
+      [&, &values = values, row_heads = row_heads, capacity = capacity](int64_t begin, int64_t end) {
+        Gatherer gatherer(values.address, values.shape.value_dim, values.shape.dtype, active_kernels());
+        for (int64_t at = begin; at < end; ++at) {
+          const int64_t first_head = at * heads_per_list;
+          gatherer.gather(at / row_heads, at % row_heads / lists_per_kv, row + at * capacity, num[at],
+                          coefficient + first_head * capacity, capacity, heads_per_list);
+          for (int64_t h = 0; h < heads_per_list; ++h) {
+            std::copy_n(gatherer.sums(h), values.shape.value_dim, to + (first_head + h) * values.shape.value_dim);
+          }
+        }
+      });
   return out;
 }
 
 }  // namespace
 }  // namespace santa::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(santa, CPU, m) {
+SANTA_KERNELS(CPU, m) {
   m.impl("weigh", TORCH_BOX(&santa::cpu::weigh_op));
   m.impl("draw", TORCH_BOX(&santa::cpu::draw_op));
   m.impl("gather", TORCH_BOX(&santa::cpu::gather_op));

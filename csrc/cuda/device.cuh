@@ -92,19 +92,24 @@ __device__ __forceinline__ T* dynamic_shared_memory() {
 #endif
 }
 
-// --- Reductions over aligned runs of kWidth lanes, all of which take part. Partners are exchanged crosswise, so
-// that every lane adds the same numbers in the same pairs: each ends with the same bits, whatever the scheduling.
+// --- Reductions over aligned runs of kWidth lanes, all of which take part; with kStep, over those of the run
+// whose numbers are equal modulo kStep. Partners are exchanged crosswise, so that every lane adds the same numbers
+// in the same pairs: each ends with the same bits, whatever the scheduling.
 
-template <int kWidth = kWarpLanes, class T, class F>
+template <int kWidth = kWarpLanes, int kStep = 1, class T, class F>
 __device__ __forceinline__ T warp_reduce(T x, const F& f) {
   static_assert(kWidth >= 1 && kWidth <= kWarpLanes && (kWidth & (kWidth - 1)) == 0);
-  for (int distance = kWidth / 2; distance > 0; distance /= 2) x = f(x, __shfl_xor_sync(kAllLanes, x, distance));
+  static_assert(kStep >= 1 && kStep <= kWidth && (kStep & (kStep - 1)) == 0);
+#pragma unroll
+  for (int distance = kWidth / 2; distance >= kStep; distance /= 2) {
+    x = f(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
   return x;
 }
 
-template <int kWidth = kWarpLanes, class T>
+template <int kWidth = kWarpLanes, int kStep = 1, class T>
 __device__ __forceinline__ T warp_sum(T x) {
-  return warp_reduce<kWidth>(x, [](T a, T b) { return a + b; });
+  return warp_reduce<kWidth, kStep>(x, [](T a, T b) { return a + b; });
 }
 
 // NaN where any lane has NaN, unlike fmaxf.

@@ -33,6 +33,11 @@ SANTA_HD uint64_t shared_threshold(uint64_t k, uint64_t bits) {
   return (k + 1) * kWeightOne - 1 - offset;
 }
 
+// How many of them lie below a total: shared_threshold(k, bits) < total holds for k below this.
+SANTA_HD uint64_t shared_count(uint64_t total, uint64_t bits) {
+  return (total + multiply_high(bits, kWeightOne)) >> kWeightBits;
+}
+
 // Most rows that a draw can return, before the cut at the number of rows. Each query head's probabilities sum
 // to 1, so `samples` times the root of summed squares stays below samples * group_size; the slack covers the
 // rounding of fp32 probabilities (2^-22 relative, generously) and of stored inclusions.

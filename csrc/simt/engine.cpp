@@ -316,6 +316,7 @@ void run(const Launch& launch, void (*body)(const void*), const void* argument, 
   }
   const std::lock_guard<std::mutex> turn(one_launch);
   check_launch(launch);
+  launched.emplace_back(launch.name);
   Grid state = {.launch = launch,
                 .body = body,
                 .argument = argument,

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 // What the names in simt.h are made of. Kernels do not include this.
@@ -55,6 +56,9 @@ struct Launch {
   int64_t shared_bytes = 0;  // dynamic shared memory
   bool overlap = false;      // may start before the launch before it has ended
 };
+
+// Names of the kernels that have been launched, in their order; for a test to read and to clear.
+inline std::vector<std::string> launched;
 
 // A place in a source, by default the caller's.
 struct Location {

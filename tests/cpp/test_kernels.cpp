@@ -163,7 +163,7 @@ struct Problem {
     p.v = {v.data.get(), s.kv_heads * s.rows * s.value_dim, s.rows * s.value_dim, s.value_dim, s.rows};
     p.scale = 1.0f / std::sqrt(static_cast<float>(s.dim));
     if (s.mask) p.mask = {MaskParams::Kind::kBool, mask.data.get(), heads * s.rows, s.rows, 1};
-    p.seq_lens = {lengths.data.get(), 1};
+    p.seq_lens = {.data = lengths.data.get(), .stride = 1, .wide = true};
     p.draw = {method, samples, {&seed, 0}, {&position, 0}, 3, 0};
     p.out = r.out.data.get();
     p.lse = r.lse.data.get();

@@ -1,0 +1,175 @@
+// Stages "weigh" and "include": integer weights [B, Hq, rows] in the place of scores, and for the shared method
+// the inclusion probabilities [B, Hkv, rows] that they give; each with its sums over 16 and over 256 rows. Sums of
+// integers are exact in any order.
+#include "kernels.h"
+#include "step.cuh"
+
+namespace santa::cuda {
+namespace {
+
+constexpr int kBlocksPerChunk = static_cast<int>(kChunkRows / kBlockRows);
+
+// Sums of a chunk that a warp walks 32 rows at a time.
+class ChunkSums {
+ public:
+  // `block_sums` of the chunk, or null.
+  __device__ explicit ChunkSums(uint64_t* block_sums) : block_sums_(block_sums) {}
+
+  // Row i * 32 + lane; every lane calls.
+  __device__ void add(int i, uint32_t x) {
+    total_ += x;
+    if (block_sums_ == nullptr) return;
+    constexpr int kLanes = static_cast<int>(kBlockRows);
+    const uint64_t sum = warp_sum<kLanes>(static_cast<uint64_t>(x));
+    const int lane = static_cast<int>(lane_id());
+    if (lane % kLanes == 0) block_sums_[i * (kWarpLanes / kLanes) + lane / kLanes] = sum;
+  }
+
+  // Every lane calls; that of the whole chunk.
+  __device__ uint64_t total() const { return warp_sum(total_); }
+
+ private:
+  uint64_t* const block_sums_;
+  uint64_t total_ = 0;
+};
+
+// What a row weighs. A head without a finite maximum weighs nothing: it must neither draw nor weigh on the sample
+// that it shares with its group.
+template <Source kSource>
+__device__ uint32_t weight_of(uint32_t bits, float maximum) {
+  if constexpr (kSource == Source::kWeights) {
+    return min(static_cast<uint32_t>(max(static_cast<int32_t>(bits), 0)), kWeightOne);
+  } else {
+    if (!is_live(maximum)) return 0;
+    const float shifted = __fsub_rn(__uint_as_float(bits), maximum);
+    return scalar::integer_weight(kSource == Source::kScores ? shifted : scalar::Isa::min(shifted, 0.0f));
+  }
+}
+
+// Grid: heads times splits of their chunks, a warp to a chunk. Out-of-range weights of a user are cut to the
+// range, and so are scores above the maximum that came with them: nothing on the host may look.
+template <Source kSource>
+__global__ void __launch_bounds__(kThreads) weigh_kernel(const __grid_constant__ Step step) {
+  wait_for_previous_grid();
+  let_next_grid_start();
+  const DecodeShape& shape = step.params.shape;
+  const ChunkRange range = range_of(step.plan.weigh, blockIdx.x);
+  const int64_t head = range.unit;
+  float maximum = 0.0f;
+  int64_t chunks = step.plan.chunks;
+  if constexpr (kSource == Source::kScores) {
+    maximum = head_maximum<kThreads>(step, head);
+    chunks = chunks_of(step, head / shape.query_heads);
+    if (range.split == 0 && threadIdx.x == 0) {
+      step.maxima[head] = maximum;
+      // Counted by stage "gather", list by list.
+      if (step.params.value_rows != nullptr && head % shape.group_size() == 0) {
+        step.params.value_rows[head / shape.group_size()] = 0;
+      }
+    }
+  } else if constexpr (kSource == Source::kScoresAndMaxima) {
+    maximum = step.maxima[head];
+  }
+  const bool per_head = step.plan.method != Method::kShared;
+  const uint32_t* from = step.scores + head * step.scores_stride;
+  uint32_t* to = step.weights + head * step.weights_stride;
+  for (int64_t chunk = range.begin + threadIdx.x / kWarpLanes; chunk < min(range.end, chunks); chunk += kWarps) {
+    const bool summed = step.weight_sums != nullptr;
+    ChunkSums sums(summed && per_head ? step.block_sums + (head * step.plan.chunks + chunk) * kBlocksPerChunk
+                                      : nullptr);
+    for (int i = 0; i < static_cast<int>(kChunkRows) / kWarpLanes; ++i) {
+      const int64_t row = chunk * kChunkRows + i * kWarpLanes + lane_id();
+      const uint32_t weight = row < step.scores_rows ? weight_of<kSource>(from[row], maximum) : 0;
+      if (row < step.weights_rows) to[row] = weight;
+      sums.add(i, weight);
+    }
+    if (!summed) continue;
+    const uint64_t total = sums.total();
+    if (lane_id() == 0) step.weight_sums[head * step.plan.chunks + chunk] = total;
+  }
+}
+
+// Grid: groups times splits of their chunks, a warp to a chunk.
+__global__ void __launch_bounds__(kThreads) include_kernel(const __grid_constant__ Step step) {
+  wait_for_previous_grid();
+  let_next_grid_start();
+  const DecodeShape& shape = step.params.shape;
+  const ChunkRange range = range_of(step.plan.include, blockIdx.x);
+  const int64_t group = range.unit;
+  const int heads = static_cast<int>(shape.group_size());
+  const int64_t first = group * heads;
+  const int64_t chunks = chunks_of(step, group / shape.kv_heads);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  float* reciprocal = dynamic_shared_memory<float>();
+  for (int h = warp; h < heads; h += kWarps) {
+    const int64_t head = first + h;
+    uint64_t total = 0;
+    for (int64_t c = lane_id(); c < chunks; c += kWarpLanes)
+      total += step.weight_sums[head * step.plan.chunks + c];
+    total = warp_sum(total);
+    if (lane_id() != 0) continue;
+    float row_mass = 1.0f;
+    if (step.given_row_mass != nullptr) {
+      row_mass = step.given_row_mass[head];
+    } else if (step.maxima != nullptr && is_live(step.maxima[head])) {
+      const double lse = log_sum_exp(step.maxima[head], total);
+      row_mass = static_cast<float>(row_share(step.params, head % shape.query_heads, lse));
+    }
+    reciprocal[h] = reciprocal_total(total, row_mass);
+    if (range.split != 0) continue;
+    step.totals[head] = total;
+    step.row_mass[head] = row_mass;
+  }
+  __syncthreads();
+  const auto samples = static_cast<float>(step.params.draw.samples);
+  for (int64_t chunk = range.begin + warp; chunk < min(range.end, chunks); chunk += kWarps) {
+    ChunkSums sums(step.block_sums + (group * step.plan.chunks + chunk) * kBlocksPerChunk);
+    for (int i = 0; i < static_cast<int>(kChunkRows) / kWarpLanes; ++i) {
+      const int64_t row = chunk * kChunkRows + i * kWarpLanes + lane_id();
+      float square = 0.0f;
+      for (int h = 0; h < heads; ++h) {
+        square = scalar::add_square(square, step.weights[(first + h) * step.weights_stride + row], reciprocal[h]);
+      }
+      const uint32_t inclusion = scalar::integer_inclusion(square, samples);
+      step.inclusion[group * step.plan.padded_rows + row] = inclusion;
+      sums.add(i, inclusion);
+    }
+    const uint64_t total = sums.total();
+    if (lane_id() == 0) step.inclusion_sums[group * step.plan.chunks + chunk] = total;
+  }
+}
+
+}  // namespace
+
+void weigh(const Step& step, Source source, void* stream) {
+  const auto run = [&](void (*kernel)(Step), bool first) {
+    launch(kernel,
+           {.name = "weigh",
+            .grid = dim3(static_cast<unsigned>(step.plan.weigh.blocks())),
+            .block = dim3(kThreads),
+            .stream = static_cast<Stream>(stream),
+            .overlap = step.plan.overlap && !first},
+           step);
+  };
+  switch (source) {
+    case Source::kScores:
+      return run(weigh_kernel<Source::kScores>, false);
+    case Source::kScoresAndMaxima:
+      return run(weigh_kernel<Source::kScoresAndMaxima>, true);
+    case Source::kWeights:
+      return run(weigh_kernel<Source::kWeights>, true);
+  }
+}
+
+void include(const Step& step, void* stream) {
+  launch(include_kernel,
+         {.name = "include",
+          .grid = dim3(static_cast<unsigned>(step.plan.include.blocks())),
+          .block = dim3(kThreads),
+          .shared_bytes = static_cast<size_t>(step.params.shape.group_size()) * sizeof(float),
+          .stream = static_cast<Stream>(stream),
+          .overlap = step.plan.overlap},
+         step);
+}
+
+}  // namespace santa::cuda
