@@ -68,6 +68,75 @@ py::dict plan_cpu(int64_t batch, int64_t query_heads, int64_t kv_heads, int64_t 
   return result;
 }
 
+santa::Dtype parse_dtype(const std::string& name) {
+  if (name == "float32") return santa::Dtype::kFloat32;
+  if (name == "float16") return santa::Dtype::kFloat16;
+  if (name == "bfloat16") return santa::Dtype::kBFloat16;
+  throw std::invalid_argument("plan_launch: dtype must be float32, float16 or bfloat16, got '" + name + "'");
+}
+
+py::dict describe(const santa::Splits& splits) {
+  py::dict result;
+  result["units"] = splits.units;
+  result["splits"] = splits.splits;
+  result["chunks_per_split"] = splits.chunks_per_split;
+  return result;
+}
+
+// Plan of a decode step on a GPU as text and numbers.
+py::dict plan_launch(const std::vector<int64_t>& sizes, const std::string& dtype, const std::string& method,
+                     int64_t samples, bool statistics, const std::vector<int64_t>& device,
+                     double bytes_per_second) {
+  if (sizes.size() != 6) {
+    throw std::invalid_argument("plan_launch: sizes must be B, Hq, Hkv, L, D, Dv, got " +
+                                std::to_string(sizes.size()) + " numbers");
+  }
+  if (device.size() != 4) {
+    throw std::invalid_argument(
+        "plan_launch: device must be multiprocessors, shared bytes of a block and of a multiprocessor, and "
+        "compute "
+        "capability, got " +
+        std::to_string(device.size()) + " numbers");
+  }
+  for (const auto* numbers : {&sizes, &device}) {
+    for (const int64_t number : *numbers) {
+      if (number < 0)
+        throw std::invalid_argument("plan_launch: sizes are not negative, got " + std::to_string(number));
+    }
+  }
+  const santa::DecodeShape shape = {sizes[0], sizes[1], sizes[2],          sizes[3],
+                                    sizes[4], sizes[5], parse_dtype(dtype)};
+  if (shape.kv_heads < 1 || shape.query_heads < 1 || shape.query_heads % shape.kv_heads != 0 ||
+      shape.head_dim < 1) {
+    throw std::invalid_argument("plan_launch: Hkv must be at least 1 and divide Hq, and D at least 1");
+  }
+  if (samples < 1 || samples > santa::kMaxSamples) {
+    throw std::invalid_argument("plan_launch: samples must be between 1 and 2^24, got " + std::to_string(samples));
+  }
+  const santa::LaunchPlan plan =
+      santa::plan_launch(shape, santa::parse_method(method, "plan_launch"), samples, statistics,
+                         {device[0], device[1], device[2], static_cast<int>(device[3]), bytes_per_second});
+  py::dict result;
+  result["text"] = plan.to_string();
+  result["launches"] = plan.launches;
+  result["overlap"] = plan.overlap;
+  result["tile_rows"] = plan.tile_rows;
+  result["heads_per_block"] = plan.heads_per_block;
+  result["score"] = describe(plan.score);
+  result["score_shared_bytes"] = plan.score_shared;
+  result["score_resident"] = plan.score_resident;
+  result["weigh"] = describe(plan.weigh);
+  result["include"] = describe(plan.include);
+  result["draw_heads"] = plan.draw_heads;
+  result["capacity"] = plan.capacity;
+  result["value_slices"] = plan.value_slices;
+  result["scratch_bytes"] = plan.bytes;
+  result["kv_bytes"] = plan.predicted_kv_bytes;
+  result["bytes"] = plan.predicted_bytes;
+  result["microseconds"] = plan.predicted_microseconds;
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -94,4 +163,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_SAMPLES") = santa::kMaxSamples;
   m.def("plan_cpu", &plan_cpu, py::arg("batch"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("rows"),
         py::arg("head_dim"), py::arg("value_dim"), py::arg("method"), "Scratch plan of a CPU decode step.");
+  m.def("plan_launch", &plan_launch, py::arg("sizes"), py::arg("dtype"), py::arg("method"), py::arg("samples"),
+        py::arg("statistics"), py::arg("device"), py::arg("bytes_per_second") = 0.0,
+        "Launch plan of a CUDA decode step; see santa_torch.plan.");
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iomanip>
 #include <sstream>
 #include <stdexcept>
 
@@ -13,11 +14,10 @@ namespace {
 
 using namespace cuda;
 
-constexpr int64_t kAlignment = 256;               // as torch's allocator aligns
-constexpr int64_t kReservedSharedBytes = 1024;    // that a block takes beside its own
-constexpr int64_t kStageBytes = 56 << 10;         // more in flight gains nothing, and leaves room for fewer blocks
-constexpr int64_t kBlocksPerMultiprocessor = 16;  // of kThreads threads: 2048 on most architectures
-constexpr int64_t kLightBlocks = 8;  // per multiprocessor, of kernels that need little more than memory
+constexpr int64_t kAlignment = 256;             // as torch's allocator aligns
+constexpr int64_t kReservedSharedBytes = 1024;  // that a block takes beside its own
+constexpr int64_t kStageBytes = 28 << 10;       // so that several blocks fit on a multiprocessor
+constexpr int64_t kLightBlocks = 8;             // per multiprocessor, of kernels that need little more than memory
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -58,9 +58,8 @@ void plan_score(const DecodeShape& shape, const DeviceInfo& device, LaunchPlan* 
   plan->heads_per_block = ceil_div(group, plan->head_blocks);
   plan->head_blocks = ceil_div(group, plan->heads_per_block);
   plan->score_shared = bytes(plan->heads_per_block);
-  plan->score_resident =
-      std::clamp<int64_t>(device.shared_bytes_per_multiprocessor / (plan->score_shared + kReservedSharedBytes), 1,
-                          kBlocksPerMultiprocessor);
+  plan->score_resident = std::clamp<int64_t>(
+      device.shared_bytes_per_multiprocessor / (plan->score_shared + kReservedSharedBytes), 1, kScoreBlocks);
 }
 
 void plan_memory(const DecodeShape& shape, bool statistics, LaunchPlan* plan) {
@@ -187,7 +186,7 @@ std::string LaunchPlan::to_string() const {
     text << "  gather: " << draw_heads * gather_head_blocks * value_slices << " blocks (" << value_slices
          << " slices of features)\n";
   }
-  text << "  scratch: " << bytes << " bytes\n";
+  text << std::fixed << std::setprecision(1) << "  scratch: " << bytes << " bytes\n";
   text << "  predicted: " << predicted_kv_bytes << " bytes of K and V, " << predicted_bytes << " in all";
   if (predicted_microseconds > 0.0) text << ", " << predicted_microseconds << " us at full bandwidth";
   return text.str();

@@ -10,6 +10,7 @@ from importlib import import_module
 COMMANDS = {
     "info": ("santa_torch.info", "what this build is and what it runs on"),
     "bench": ("santa_torch.bench", "decode steps against their rivals and the bandwidth"),
+    "plan": ("santa_torch.plan", "how a decode step is cut on a GPU, known or present"),
     "demo": ("santa_torch.demo", "a language model with exact and with sampled attention"),
 }
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from santa_torch import _load
 from santa_torch import fakes as _fakes  # noqa: F401  registers the operators' fakes
 from santa_torch.config import METHODS
 from santa_torch.inference import gradients_asked, inference_only
@@ -19,6 +20,8 @@ from santa_torch.stats import DecodeStats, decode_stats
 
 __all__ = ["METHODS", "DecodeOutput", "decode", "draw", "gather", "score", "weigh"]
 
+_CUDA = _load.CUDA_MODULE == "loaded"
+_DEVICES = "'cpu' and 'cuda'" if _CUDA else "'cpu'"
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -407,7 +410,11 @@ def _given(**optional: Any) -> dict[str, Any]:
 def _require_kernels(**tensors: Any) -> None:
     """Tensors on a device with kernels; the dispatcher would print a page where there are none."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout == torch.strided:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and (tensor.is_cpu or (tensor.is_cuda and _CUDA))
+            and tensor.layout == torch.strided
+        ):
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
@@ -416,7 +423,8 @@ def _require_kernels(**tensors: Any) -> None:
         if tensor.layout != torch.strided:
             raise ValueError(f"{name} must be a strided tensor, got {tensor.layout}")
         if tensor.device.type not in ("cpu", "meta"):
+            why = f" (CUDA operators: {_load.CUDA_MODULE})" if tensor.is_cuda else ""
             raise NotImplementedError(
                 f"{name}: santa_torch has no kernels for device {str(tensor.device)!r} in this "
-                "build, only for 'cpu'"
+                f"build, only for {_DEVICES}{why}"
             )

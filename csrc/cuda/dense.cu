@@ -54,7 +54,7 @@ __device__ void accumulate(const Scorer<T>& scorer, const Step& step, int64_t ch
 // Grid: as that of stage "score". Leaves, for each chunk, the largest score, the sum of weights and the weighted
 // sum of V rows, all relative to the chunk.
 template <class T>
-__global__ void __launch_bounds__(kThreads) dense_kernel(const __grid_constant__ Step step) {
+__global__ void __launch_bounds__(kThreads, kScoreBlocks) dense_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
   const Scorer<T> scorer(step, blockIdx.x);

@@ -10,6 +10,7 @@ namespace santa::cuda {
 
 constexpr int kThreads = 128;      // of every block but those that draw
 constexpr int kDrawThreads = 256;  // one block draws a whole sample
+constexpr int kScoreBlocks = 4;    // that score, on one multiprocessor: by registers, 128 a thread
 constexpr int kWarps = kThreads / 32;
 constexpr int kVectorBytes = 16;  // of shared memory, read at once
 constexpr int kStages = 3;        // tiles of rows in flight or in use

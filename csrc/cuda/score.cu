@@ -10,7 +10,7 @@ namespace santa::cuda {
 namespace {
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) score_kernel(const __grid_constant__ Step step) {
+__global__ void __launch_bounds__(kThreads, kScoreBlocks) score_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
   const Scorer<T> scorer(step, blockIdx.x);
