@@ -171,6 +171,7 @@ class Scorer {
       sum[h] = 0.0f;
     }
     const int vectors = tile_.padded_bytes / kVectorBytes;
+#pragma unroll 2
     for (int v = part; v < vectors; v += kRowParts) {
       float k[kElements<T>];
       load_features<T>(row + v * kVectorBytes, k);
