@@ -50,6 +50,12 @@ def _sources(*patterns: str) -> list[Path]:
     return sorted(path for pattern in patterns for path in Path("csrc").glob(pattern))
 
 
+def stable_abi_flags(torch_root: Path) -> list[str]:
+    """Flags of what includes LibTorch's stable ABI, for every torch in range."""
+    target = MINIMUM_TORCH[0] << 56 | MINIMUM_TORCH[1] << 48
+    return [f"-isystem{torch_root}/include", f"-DTORCH_TARGET_VERSION={target:#018x}"]
+
+
 def _environment_flags(name: str) -> list[str]:
     return shlex.split(os.environ.get(name, ""))
 
@@ -144,11 +150,10 @@ class BuildExt(build_ext):
 
     def _stable(self, output: Path, sources: list[Path], links: list[str]) -> ninja_file.Library:
         """A library against LibTorch's stable ABI: one build loads in this torch and later ones."""
-        torch = self.torch
-        target = MINIMUM_TORCH[0] << 56 | MINIMUM_TORCH[1] << 48
-        flags = [f"-isystem{torch.root}/include", f"-DTORCH_TARGET_VERSION={target:#018x}"]
+        root = self.torch.root
+        flags = stable_abi_flags(root)
         return ninja_file.Library(
-            output, sources, flags, link_flags=[*COMPLETE, f"-L{torch.root}/lib", *links]
+            output, sources, flags, link_flags=[*COMPLETE, f"-L{root}/lib", *links]
         )
 
     def _finish(self, folder: Path) -> None:

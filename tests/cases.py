@@ -17,7 +17,7 @@ import torch
 import santa_torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LEVELS: tuple[str, ...] = tuple(santa_torch.build_info().cpu_levels)
+CPU_LEVELS: tuple[str, ...] = tuple(santa_torch.build_info().cpu_levels)
 METHODS = ("dense", "multinomial", "stratified", "systematic", "shared")
 DRAWING = METHODS[1:]
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 71)

@@ -13,8 +13,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-
-import santa_torch
+from backends import CPU_LEVELS, LEVELS, use
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,11 +31,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
-@pytest.fixture(params=santa_torch.build_info().cpu_levels)
-def level(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each level of this processor in use, then the CUDA kernels, emulated and on a GPU."""
+    with use(request.param, request.node.nodeid):
+        yield request.param
+
+
+@pytest.fixture(params=["cpu", *(level for level in LEVELS if level not in CPU_LEVELS)])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend in use; of the CPU's levels the one that is in use already."""
+    level = torch.ops.santa.cpu_level() if request.param == "cpu" else request.param
+    with use(level, request.node.nodeid):
+        yield request.param
+
+
+@pytest.fixture(params=CPU_LEVELS)
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction-set level that this processor supports, in use."""
-    torch.ops.santa.set_cpu_level(request.param)
-    return str(request.param)
+    with use(request.param, ""):
+        yield request.param
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DRAWING, LENGTHS, LEVELS
+from cases import CPU_LEVELS, DRAWING, LENGTHS
 from compare import FP32, OPS, assert_drawn, assert_equal
 
 from santa_torch import reference
@@ -343,7 +343,7 @@ def test_levels_agree_on_inclusion_bit_for_bit() -> None:
     """IEEE operations in one order: fused multiply-adds or another order would show here."""
     weights = peaked(1, 71, 5000)
     expected = reference.inclusion(weights.long(), 4096, 1)[0, 0].int()
-    for name in LEVELS:
+    for name in CPU_LEVELS:
         OPS.set_cpu_level(name)
         (rows, counts, num_rows), _ = draw_operator_only(weights, "shared", 4096)
         n = int(num_rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import DRAWING, DTYPES, LAYOUTS, LEVELS, METHODS, Case, Inputs
+from cases import DRAWING, DTYPES, LAYOUTS, METHODS, Case, Inputs
 from compare import (
     OPS,
     assert_drawn,
@@ -77,12 +77,10 @@ def test_rule17_lists_carry_their_length(method: str) -> None:
 # ---- C: layout and alignment ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rule18_rule19_rule20_any_strides(level: str, layout: str, dtype: torch.dtype) -> None:
     """Rule 19 (rows at odd addresses) and rule 20 (each case twice) with it."""
-    OPS.set_cpu_level(level)
     torch.set_num_threads(1)
     for dim, value_dim in ((64, 64), (20, 33)):
         case = Case(rows=270, head_dim=dim, value_dim=value_dim, dtype=dtype, layout=layout)
@@ -269,11 +267,9 @@ def test_rule23_an_error_leaves_nothing_behind() -> None:
 # ---- E: samplers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", DRAWING)
 def test_rule28_prefixes_are_integers(level: str, method: str) -> None:
     """A million equal rows behind one that is large: an fp32 prefix would stand still at 2^24."""
-    OPS.set_cpu_level(level)
     weights = torch.full((1, 1, 1_000_000), 3, dtype=torch.int32)
     weights[..., 0] = 2**30
     where = torch.tensor([4])

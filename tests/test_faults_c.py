@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 import torch
 from cases import METHODS
-from compare import OPS, assert_equal
+from compare import assert_equal
 
 import santa_torch
 
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(params=santa_torch.build_info().cpu_levels)
-def level(request: pytest.FixtureRequest) -> Any:
-    """Every instruction-set level in turn."""
-    before = OPS.cpu_level()
-    OPS.set_cpu_level(request.param)
-    yield request.param
-    OPS.set_cpu_level(before)
 
 
 @pytest.fixture(autouse=True)

@@ -16,21 +16,13 @@ def xor_of(x: torch.Tensor) -> int:
     return int(np.bitwise_xor.reduce(words)) if words.size else 0
 
 
-@pytest.fixture(params=santa_torch.build_info().cpu_levels)
-def level(request):
-    before = OPS.cpu_level()
-    OPS.set_cpu_level(request.param)
-    yield request.param
-    OPS.set_cpu_level(before)
-
-
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 4096, 1_000_003])
-def test_returns_the_xor_of_all_words(level, size):
+def test_returns_the_xor_of_all_words(cpu_level, size):
     x = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert OPS.read_through(x) == xor_of(x)
 
 
-def test_one_changed_bit_anywhere_shows(level):
+def test_one_changed_bit_anywhere_shows(cpu_level):
     x = torch.randint(-(2**62), 2**62, (5000,))
     before = OPS.read_through(x)
     for at in (0, 1, 2500, 4999):

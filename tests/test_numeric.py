@@ -8,12 +8,12 @@ import pytest
 import torch
 from cases import (
     CHUNK,
+    CPU_LEVELS,
     DRAWING,
     DTYPES,
     GROUPS,
     HEAD_DIMS,
     LENGTHS,
-    LEVELS,
     MASKS,
     METHODS,
     SINKS,
@@ -359,7 +359,7 @@ def test_rounding_of_the_output(dtype: torch.dtype) -> None:
         values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     v = values.view(1, 1, 1, -1)
     q, k = torch.ones(1, 1, 8, dtype=dtype), torch.ones(1, 1, 1, 8, dtype=dtype)
-    for name in LEVELS:
+    for name in CPU_LEVELS:
         OPS.set_cpu_level(name)
         for method in METHODS:
             out = santa_torch.decode(q, k, v, method=method, samples=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CHUNK, DRAWING, DTYPES, LEVELS, METHODS, Case
+from cases import CHUNK, DRAWING, DTYPES, METHODS, Case
 from compare import OPS, assert_equal, assert_same
 
 import santa_torch
@@ -62,7 +62,6 @@ def staged(inputs: Any, method: str, samples: int, **address: int) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", DRAWING)
 @pytest.mark.parametrize(
     "case",
@@ -80,7 +79,6 @@ def staged(inputs: Any, method: str, samples: int, **address: int) -> dict[str, 
     ids=str,
 )
 def test_rule29_fused_equals_staged_bit_for_bit(level: str, method: str, case: Case) -> None:
-    OPS.set_cpu_level(level)
     inputs = case.inputs()
     expected = staged(inputs, method, 24, seed=5, layer=3, head_offset=2)
     got = decode(inputs, method, head_offset=2)
@@ -172,11 +170,9 @@ def test_rule37_threads_of_the_stages(threads: int) -> None:
         assert_equal("stage", got, expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", ["none", "heads", "additive"])
 def test_rule25_alone_or_in_a_batch(level: str, method: str, mask: str) -> None:
-    OPS.set_cpu_level(level)
     inputs = RAGGED.but(mask=mask).inputs()
     seeds = torch.tensor([9, -4, 2**40, 7])
     whole = decode(inputs, method, seed=seeds)
@@ -198,12 +194,10 @@ def slice_of(result: santa_torch.DecodeOutput, index: Any) -> santa_torch.Decode
     return santa_torch.DecodeOutput(result.out[index], result.lse[index], stats)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rows", [1, 16, 255, 256, 257, 700])
 def test_rule37_capacity_changes_no_bit(level: str, method: str, rows: int) -> None:
     """A buffer cut to its length, a longer one with lengths, a longer one with a mask."""
-    OPS.set_cpu_level(level)
     long = Case(rows=1500, group=5).inputs()
     exact = long._replace(k=long.k[:, :, :rows], v=long.v[:, :, :rows])
     first = decode(exact, method)
@@ -236,11 +230,9 @@ def test_rule25_ranks_draw_as_the_whole(method: str, ranks: int) -> None:
         assert_equal("error", got.stats.squared_error, whole.stats.squared_error[:, heads])
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_do_not_depend_on_the_tile(level: str, dtype: torch.dtype) -> None:
     """One summation order, wherever a row lies in its tile and a head in its register block."""
-    OPS.set_cpu_level(level)
     for dim in (8, 64, 100):
         q, k, *_ = Case(batch=1, kv_heads=1, group=7, rows=40, head_dim=dim, dtype=dtype).inputs()
         scores, _ = OPS.score(q, k)
@@ -307,11 +299,9 @@ def ordered_sum(terms: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 1100])
 def test_rule37_gather_adds_in_row_order(level: str, rows: int) -> None:
     """Coefficients are powers of two: products are exact, with fused multiply-adds or without."""
-    OPS.set_cpu_level(level)
     random = torch.Generator().manual_seed(rows)
     v = torch.randn(1, 1, 2 * rows, 19, generator=random)
     coefficients = 2.0 ** torch.randint(-20, 3, (1, 5, rows), generator=random)
@@ -323,21 +313,17 @@ def test_rule37_gather_adds_in_row_order(level: str, rows: int) -> None:
         assert_equal("out", got[0, h], ordered_sum(terms).float())
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 1100])
 def test_rule37_dense_adds_in_row_order(level: str, rows: int) -> None:
     """Equal scores have weight 1 exactly; what is left is the sum and one division."""
-    OPS.set_cpu_level(level)
     v = torch.randn(1, 1, rows, 19, generator=torch.Generator().manual_seed(rows))
     k = torch.zeros(1, 1, rows, 8)
     got = santa_torch.decode(k[:, :, 0], k, v, method="dense")
     assert_equal("out", got[0, 0], (ordered_sum(v[0, 0]) / rows).float())
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_rule08_gather_sums_chunks_in_fp64(level: str) -> None:
     """A thousand small terms, each lost on its own beside 1 in fp32."""
-    OPS.set_cpu_level(level)
     chunks = 1000
     v = torch.ones(1, 1, 1, 8).expand(1, 1, chunks * CHUNK, 8)
     listed = torch.arange(0, chunks * CHUNK, CHUNK)[None, None]

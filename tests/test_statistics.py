@@ -26,6 +26,8 @@ from ztest import (
 import santa_torch
 from santa_torch import reference
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 METHODS = ("multinomial", "stratified", "systematic", "shared")
 BATCH_ELEMENTS = 2**21  # of weights in one call
 Sampler = Callable[..., planted.Sample]

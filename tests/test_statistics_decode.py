@@ -15,6 +15,8 @@ from ztest import FALSE_ALARM, ONE, Moments, assert_independent, assert_mean, mo
 import santa_torch
 from santa_torch import _load, reference
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 METHODS = ("multinomial", "stratified", "systematic", "shared")
 GROUP, KV_HEADS, DIM, VALUE_DIM = 3, 2, 16, 6
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <numeric>
 
+#include "../cpu/denormals.h"
 #include "faults.h"
 #include "grid.h"
 #include "symbols.h"
@@ -338,6 +339,7 @@ void run(const Launch& launch, void (*body)(const void*), const void* argument, 
       launching = false;
     }
   } const end;
+  const cpu::KeepDenormals keep;  // the host's mode is none of a kernel's
   const FaultHandler handler;
   if (sigsetjmp(fault_exit, 1) != 0) throw Error(where() + describe_fault());
   run_blocks();
