@@ -46,6 +46,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(params=["cpu", *(level for level in LEVELS if level == "cuda")])
+def fast_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend but the emulator, which is too slow for what uses this."""
+    level = torch.ops.santa.cpu_level() if request.param == "cpu" else request.param
+    with use(level, request.node.nodeid):
+        yield request.param
+
+
 @pytest.fixture(params=CPU_LEVELS)
 def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction-set level that this processor supports, in use."""
