@@ -76,6 +76,7 @@ struct LaunchPlan {
   Splits weigh;            // units: heads
   Splits include;          // units: groups
   int64_t value_slices;    // blocks that share the features of a sample's rows, or of a dense head's output
+  int64_t slice_features;  // of the sample's blocks: a power of two
   int64_t gather_head_blocks;
   int launches;
   bool overlap;  // programmatic dependent launch

@@ -152,8 +152,14 @@ LaunchPlan plan_launch(const DecodeShape& shape, Method method, int64_t samples,
   plan.score = cut(groups * plan.head_blocks, plan.chunks, device.multiprocessors * plan.score_resident, 1);
   plan.weigh = cut(heads, plan.chunks, light, kWarps);
   plan.include = cut(groups, plan.chunks, light, kWarps);
-  plan.value_slices = std::max<int64_t>(ceil_div(shape.value_dim, dense ? kMergeFeatures : kSliceFeatures), 1);
   plan.gather_head_blocks = ceil_div(shared ? group : 1, kGatherHeads);
+  plan.slice_features = dense ? kMergeFeatures : kSliceFeatures;
+  const auto slices = [&] { return std::max<int64_t>(ceil_div(shape.value_dim, plan.slice_features), 1); };
+  while (!dense && plan.draw_heads * plan.gather_head_blocks * slices() < device.multiprocessors &&
+         plan.slice_features / 2 * element_size(shape.dtype) >= kSliceBytes) {
+    plan.slice_features /= 2;
+  }
+  plan.value_slices = slices();
   plan.launches = dense ? 2 : (shared ? 5 : 4);
   plan.overlap = device.compute_capability >= 90;
   check_grids(plan);
@@ -184,7 +190,7 @@ std::string LaunchPlan::to_string() const {
     }
     text << "  draw: " << draw_heads << " blocks, at most " << capacity << " rows of " << picks << " draws\n";
     text << "  gather: " << draw_heads * gather_head_blocks * value_slices << " blocks (" << value_slices
-         << " slices of features)\n";
+         << " slices of " << slice_features << " features)\n";
   }
   text << std::fixed << std::setprecision(1) << "  scratch: " << bytes << " bytes\n";
   text << "  predicted: " << predicted_kv_bytes << " bytes of K and V, " << predicted_bytes << " in all";

@@ -11,8 +11,8 @@ namespace santa::cuda {
 namespace {
 
 template <class T>
-struct GatherStage {
-  T values[kGatherRows][kSliceFeatures];
+struct alignas(16) GatherStage {
+  T values[kGatherRows * kSliceFeatures];  // [kGatherRows, slice_features]
   float coefficients[kGatherHeads][kGatherRows];
   bool ends_chunk[kGatherRows];  // the next row lies in another chunk, or there is none
 };
@@ -27,8 +27,12 @@ class GatherBlock {
         first_head_(first_head),
         heads_(heads),
         first_feature_(first_feature),
-        features_(static_cast<int>(min(step.params.shape.value_dim - first_feature, int64_t{kSliceFeatures}))),
-        stages_(shared_memory<struct Stages, GatherStage<T>[kStages]>()) {}
+        width_(static_cast<int>(step.plan.slice_features)),
+        features_(static_cast<int>(min(step.params.shape.value_dim - first_feature, step.plan.slice_features))),
+        feature_(static_cast<int>(threadIdx.x) % width_),
+        slot_(static_cast<int>(threadIdx.x) / width_),
+        slots_(kThreads / width_),
+        stages_(shared_memory<struct Stages, GatherStage<T>[kGatherStages]>()) {}
 
   __device__ void run() const {
     float sum[kHeadTile];
@@ -38,23 +42,23 @@ class GatherBlock {
       sum[h] = 0.0f;
       total[h] = 0.0;
     }
-    pipeline<kStages>((drawn_.size + kGatherRows - 1) / kGatherRows, [&](int64_t t) { issue(t); },
-                      [&](int64_t t) { add_tile(t, sum, total); });
+    pipeline<kGatherStages>((drawn_.size + kGatherRows - 1) / kGatherRows, [&](int64_t t) { issue(t); },
+                            [&](int64_t t) { add_tile(t, sum, total); });
 #pragma unroll
     for (int h = 0; h < kHeadTile; ++h) write(h, total[h]);
   }
 
  private:
-  __device__ int warp() const { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+  static constexpr int kGatherStages = gather_stages(sizeof(T));
 
   __device__ void issue(int64_t t) const {
-    GatherStage<T>& stage = stages_[t % kStages];
+    GatherStage<T>& stage = stages_[t % kGatherStages];
     const int64_t base = t * kGatherRows;
     const auto* values = static_cast<const T*>(step_.params.v.data);
     const TileShape tile = {.rows = kGatherRows,
                             .row_bytes = features_ * static_cast<int>(sizeof(T)),
-                            .padded_bytes = kSliceFeatures * static_cast<int>(sizeof(T)),
-                            .row_stride = static_cast<int>(sizeof stage.values[0])};
+                            .padded_bytes = width_ * static_cast<int>(sizeof(T)),
+                            .row_stride = width_ * static_cast<int>(sizeof(T))};
     copy_rows<kThreads>(
         step_.value_access, tile, values, reinterpret_cast<unsigned char*>(stage.values),
         [&](int r) -> const unsigned char* {
@@ -75,16 +79,16 @@ class GatherBlock {
   }
 
   __device__ void add_tile(int64_t t, float* sum, double* total) const {
-    const GatherStage<T>& stage = stages_[t % kStages];
+    const GatherStage<T>& stage = stages_[t % kGatherStages];
     const int rows = static_cast<int>(min(drawn_.size - t * kGatherRows, int64_t{kGatherRows}));
-    if (warp() >= heads_) return;
+    if (slot_ >= heads_) return;
     for (int r = 0; r < rows; ++r) {
-      const float value = to_float(stage.values[r][lane_id()]);
+      const float value = to_float(stage.values[r * width_ + feature_]);
 #pragma unroll
       for (int h = 0; h < kHeadTile; ++h) {
-        if (warp() + h * kWarps >= heads_) break;
+        if (slot_ + h * slots_ >= heads_) break;
         // A row with a coefficient of 0 is not used for this head, even where it holds NaN.
-        const float coefficient = stage.coefficients[warp() + h * kWarps][r];
+        const float coefficient = stage.coefficients[slot_ + h * slots_][r];
         if (coefficient != 0.0f) sum[h] = __fmaf_rn(coefficient, value, sum[h]);
       }
       if (!stage.ends_chunk[r]) continue;
@@ -97,12 +101,12 @@ class GatherBlock {
   }
 
   __device__ void write(int h, double total) const {
-    const int64_t head = first_head_ + warp() + h * kWarps;
-    if (warp() + h * kWarps >= heads_ || static_cast<int>(lane_id()) >= features_) return;
+    const int64_t head = first_head_ + slot_ + h * slots_;
+    if (slot_ + h * slots_ >= heads_ || feature_ >= features_) return;
     const float maximum = step_.maxima != nullptr ? step_.maxima[head] : 0.0f;
     const double value = is_live(maximum) ? total : degenerate_value(maximum);
     Out* to = static_cast<Out*>(step_.params.out) + head * step_.params.shape.value_dim + first_feature_;
-    store_as(static_cast<float>(value), to + lane_id());
+    store_as(static_cast<float>(value), to + feature_);
   }
 
   const Step& step_;
@@ -110,8 +114,13 @@ class GatherBlock {
   const int64_t first_head_;  // over the batch
   const int heads_;
   const int64_t first_feature_;
-  const int features_;
-  GatherStage<T> (&stages_)[kStages];
+  const int width_;
+  const int features_;  // width_ of them, or what is left
+  // This thread's feature of the slice, and its heads: slot_, slot_ + slots_ and so on.
+  const int feature_;
+  const int slot_;
+  const int slots_;
+  GatherStage<T> (&stages_)[kGatherStages];
 };
 
 template <class T, class Out>
@@ -125,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const DrawnRows drawn(step, list);
   const int64_t first = list * step.heads_per_list + head_block * kGatherHeads;
   const int heads = static_cast<int>(min(step.heads_per_list - head_block * kGatherHeads, int64_t{kGatherHeads}));
-  GatherBlock<T, Out>(step, drawn, first, heads, slice * kSliceFeatures).run();
+  GatherBlock<T, Out>(step, drawn, first, heads, slice * plan.slice_features).run();
   if (step.params.value_rows == nullptr || slice != 0) return;
   for (int h = static_cast<int>(threadIdx.x) / kWarpLanes; h < heads; h += kWarps) {
     write_squared_error<T>(step, drawn, first + h);

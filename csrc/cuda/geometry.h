@@ -18,10 +18,14 @@ constexpr int kHeadTile = 4;      // heads whose sums a thread keeps in register
 constexpr int kOctet = 8;         // rows that a warp scores at once, by as many lanes each as there are parts
 constexpr int kRowParts = 32 / kOctet;
 
-constexpr int kSliceFeatures = 32;                // of V, summed by one block: a warp's width
+constexpr int kSliceFeatures = 32;                // of V at most, summed by one block: a warp's width
+constexpr int kSliceBytes = 32;                   // of a row at least: what memory hands out at once
 constexpr int kGatherRows = 64;                   // drawn rows staged at once
 constexpr int kGatherHeads = kWarps * kHeadTile;  // heads summed by one block
 constexpr int kMergeFeatures = kThreads;          // of a dense head, merged by one block
+
+// Tiles of drawn rows in flight or in use: rows are scattered, and what is under way hides how long each takes.
+constexpr int gather_stages(int element_bytes) { return element_bytes == 2 ? 5 : 3; }
 
 // Shared memory of the blocks that score, in bytes from its beginning.
 struct ScoreLayout {
