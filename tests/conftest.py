@@ -15,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from backends import CPU_LEVELS, LEVELS, use
 
+from build_tools import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -71,6 +73,16 @@ def one_thread() -> None:
 def root() -> Path:
     """Folder of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def toolkit() -> Path:
+    """Folder of the CUDA toolkit."""
+    found = (place for place in environment._toolkit_candidates() if environment._usable(place))
+    home = next(found, None)
+    if home is None:
+        pytest.skip("no CUDA toolkit: nothing is compiled by nvcc here")
+    return home
 
 
 @pytest.fixture(scope="module")

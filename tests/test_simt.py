@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from nvcc import NEWEST, OLDEST, archs, nvcc
 from test_sanitizers import compile_to
-
-from build_tools import environment
-from build_tools.build_ext import NVCC
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("test_simt", "test_simt_misuse", "test_simt_faults")
@@ -124,40 +122,12 @@ def test_optimised(tmp_path: Path) -> None:
 # --- The same sources under nvcc
 
 
-def architectures() -> list[object]:
-    """The oldest and the newest of those that are built for; all with --long."""
-    numbers = [arch.removesuffix("+PTX") for arch in environment.DEFAULT_ARCHS.split(";")]
-    return [
-        arch if arch in (numbers[0], numbers[-1]) else pytest.param(arch, marks=pytest.mark.long)
-        for arch in numbers
-    ]
+KERNELS = ROOT / "tests/cpp/test_simt.cu"
 
 
-@pytest.fixture(scope="module")
-def toolkit() -> Path:
-    found = (place for place in environment._toolkit_candidates() if environment._usable(place))
-    home = next(found, None)
-    if home is None:
-        pytest.skip("no CUDA toolkit: device.cuh is not compiled by nvcc here")
-    return home
-
-
-def run_nvcc(toolkit: Path, *arguments: str | Path) -> str:
-    options = [option for option in NVCC if not option.startswith("--threads")]
-    # Host code is compiled as far as its templates: launch() is one.
-    command = [toolkit / "bin/nvcc", *options, "-Werror=all-warnings", *arguments]
-    command.append(ROOT / "tests/cpp/test_simt.cu")
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-4000:]
-    assert "warning" not in output
-    return output
-
-
-@pytest.mark.parametrize("arch", architectures())
+@pytest.mark.parametrize("arch", archs(everyday=(OLDEST, NEWEST)))
 def test_nvcc_compiles_the_kernels(arch: str, toolkit: Path, tmp_path: Path) -> None:
-    code = f"-arch=sm_{arch.replace('.', '')}"
-    output = run_nvcc(toolkit, code, "-Xptxas=-v", "-c", "-o", tmp_path / "kernels.o")
+    output = nvcc(toolkit, arch, KERNELS, "-Xptxas=-v", "-c", "-o", tmp_path / "kernels.o")
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", output)
     assert len(frames) >= 25
     assert set(frames) == {("0", "0")}
@@ -165,7 +135,7 @@ def test_nvcc_compiles_the_kernels(arch: str, toolkit: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_instructions(arch: str, toolkit: Path, tmp_path: Path) -> None:
-    run_nvcc(toolkit, f"-arch=sm_{arch}", "-ptx", "-o", tmp_path / "kernels.ptx")
+    nvcc(toolkit, arch, KERNELS, "-ptx", "-o", tmp_path / "kernels.ptx")
     ptx = (tmp_path / "kernels.ptx").read_text()
     for instruction in (
         *("cp.async.cg.shared.global", "cp.async.ca.shared.global", "cp.async.commit_group"),

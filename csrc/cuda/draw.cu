@@ -170,7 +170,7 @@ __device__ double slack_of(const DrawParams& params, const Density& density, uin
   }
 }
 
-__global__ void __launch_bounds__(kDrawThreads) draw_kernel(const __grid_constant__ Step step) {
+__global__ void __launch_bounds__(kDrawThreads, 2) draw_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
   const DecodeParams& params = step.params;

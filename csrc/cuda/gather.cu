@@ -124,7 +124,7 @@ class GatherBlock {
 };
 
 template <class T, class Out>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ Step step) {
+__global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
   const LaunchPlan& plan = step.plan;
