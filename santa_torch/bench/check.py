@@ -67,7 +67,7 @@ class Exact:
         batch, heads, dim = q.shape
         kv_heads = k.shape[1]
         grouped = q.double().view(batch, kv_heads, heads // kv_heads, dim) * dim**-0.5
-        self.out = torch.empty(batch, kv_heads, heads // kv_heads, dim, dtype=torch.float64)
+        self.out = torch.empty_like(grouped)
         self._square = 0.0  # sum over heads of sum_j p_j |v_j|^2
         self._shared = dict.fromkeys(samples, 0.0)
         for b in range(batch):
@@ -152,7 +152,7 @@ class Exact:
         off = abs(float(slopes.mean()) - 1)
         limit = SPREADS * float(slopes.std()) / math.sqrt(n) + rounding
         self._verdict(title, off, limit, "slope is off by")
-        pairs = ~torch.eye(n, dtype=torch.bool)
+        pairs = ~torch.eye(n, dtype=torch.bool, device=every.device)
         errors, centred = every - wanted, every - every.mean(0)
         bias = float((errors @ errors.T)[pairs].mean() / power)
         # A pair counts twice among n (n - 1). Centring shifts all products alike: their deviation.
