@@ -118,7 +118,7 @@ if $gpu; then
     # Nothing else than these rivals may change: a rival that pip cannot have is a part that failed.
     part rivals 900 env "${settings[@]}" bash scripts/setup.sh gpu
 else
-    part rivals 60 test -s requirements/gpu.txt
+    part rivals 60 "$python" benchmarks/cuda_decode.py --list
 fi
 deadline=$((SECONDS + 540))
 
@@ -144,11 +144,15 @@ sanitize() {
     elif [ -z "$sanitizer" ]; then
         part "$tool" 60 bash -c 'echo "compute-sanitizer is neither on the path nor in CUDA_HOME/bin"; exit 1'
     else
-        # A tool that watched no kernel finds nothing: its own closing line must be there.
+        # A tool that was never attached finds nothing, and neither does one whose program stopped early: both
+        # closing lines have to be there.
         part "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 bash -c '
-            "$@" | tee /dev/stderr | grep -q "ERROR SUMMARY: 0 errors\|RACECHECK SUMMARY: 0 hazards" &&
-            [ "${PIPESTATUS[0]}" = 0 ]' \
-            sanitize "$sanitizer" --tool "$tool" --error-exitcode 9 "$@" "$python" tests/sanitizer_steps.py
+            "$@" >"$0" 2>&1
+            code=$?
+            cat "$0"
+            [ $code = 0 ] && grep -q "ERROR SUMMARY: 0 errors\|RACECHECK SUMMARY: 0 hazards" "$0" &&
+                grep -q "operator calls on cuda: as expected" "$0"' "$out/$tool.txt" \
+            "$sanitizer" --tool "$tool" --error-exitcode 9 "$@" "$python" tests/sanitizer_steps.py
     fi
 }
 sanitize memcheck --padding 64
