@@ -107,8 +107,8 @@ def draw(document: dict[str, Any], path: Path) -> bool:
     ):
         results = [result for result in document["results"] if result["batch"] == batch]
         _panel(document, sorted(results, key=lambda r: r["rows"]), axes)
-    note = "REHEARSAL on the CPU, no figure of a GPU" if document["rehearsal"] else ""
-    figure.suptitle(f"{document['device']} {note}".strip())
+    note = ": no figure of a GPU" if document["rehearsal"] else ""
+    figure.suptitle(document["device"] + note)
     figure.savefig(path, dpi=130)
     return True
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepare this checkout: a virtual environment, dependencies, the native build.
 #
-#   bash scripts/setup.sh [demo] [test] [lint] [bench]      default: test, which includes demo
+#   bash scripts/setup.sh [demo] [test] [lint] [bench] [gpu]      default: test, which includes demo
 #
 # Makes .venv, or uses the interpreter that SANTA_PYTHON names. Keeps a torch that is already in
 # range. Run it again at any time: what is done stays done.
@@ -11,7 +11,7 @@ cd "$root"
 groups=("${@:-test}")
 for group in "${groups[@]}"; do
     if [ ! -f "requirements/$group.txt" ]; then
-        echo "error: no such group: $group (there are demo, test, lint, bench)" >&2
+        echo "error: no such group: $group (there are demo, test, lint, bench, gpu)" >&2
         exit 2
     fi
 done

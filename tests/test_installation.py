@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +20,42 @@ from build_tools.environment import Torch, find_cuda
 pytestmark = pytest.mark.long
 
 # The newest torch with CUDA that is tested; the operators are built for 2.11 and later ones.
-CUDA_TORCH = "2.14.1"
+CUDA_TORCH = (ROOT / "requirements/torch-cuda.txt").read_text().split("==")[-1].strip()
+
+# The tensor that each operator looks at first.
+FIRST_TENSORS = {
+    "decode": "q",
+    "score": "q",
+    "weigh": "scores",
+    "draw": "weights",
+    "gather": "rows",
+}
+
+# The CUDA kernels of all operators are registered, and refuse tensors of the CPU before any driver
+# is asked for: the dispatcher is told to go to them although nothing is on a GPU.
+CUDA_CALLS = """
+import torch, santa_torch
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+q, k, one = torch.randn(1, 4, 64), torch.randn(1, 2, 30, 64), torch.zeros(1, dtype=torch.int64)
+scores = torch.randn(1, 4, 30)
+rows = torch.zeros(1, 2, 3, dtype=torch.int64), torch.zeros(1, 4, 3)
+draws = {"samples": 8, "method": "shared", "seed": one, "position": one}
+calls = {
+    "decode": ((q, k, k), draws),
+    "score": ((q, k), {}),
+    "weigh": ((scores, scores[..., 0]), {}),
+    "draw": ((scores.int(),), draws | {"kv_heads": 2}),
+    "gather": ((*rows, torch.zeros(1, 2, dtype=torch.int32), k), {}),
+}
+for name, (args, kwargs) in calls.items():
+    assert has(f"santa::{name}", "CUDA"), name
+    try:
+        getattr(torch.ops.santa, name).default.redispatch(cuda, *args, **kwargs)
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+assert not torch.cuda.is_initialized()
+"""
 
 # The last patch of the oldest minor version that santa_torch.hf accepts.
 OLDEST_TRANSFORMERS = "4.57.3"
@@ -41,8 +77,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Interpreter with a torch that is built for CUDA, and the build requirements."""
     folder = tmp_path_factory.mktemp("other") / "venv"
-    requirements = str(ROOT / "requirements/build.txt")
-    return make_venv(folder, f"torch=={CUDA_TORCH}", "-r", requirements)
+    command = ("bash", ROOT / "scripts/cuda_environment.sh", folder)
+    output = run(*command, SANTA_PYTHON=sys.executable).stdout
+    assert f"torch {CUDA_TORCH}" in output
+    _pip(folder / "bin/python", "--no-compile", "-r", ROOT / "requirements/build.txt", "numpy")
+    return folder / "bin/python"
 
 
 def _pip(interpreter: Path, *arguments: str | Path, **environment: str) -> str:
@@ -105,6 +144,26 @@ def test_rule47_another_torch_builds_the_cuda_operators(
     assert f"CUDA {cuda.version}" in compiled
     for arch in cuda.archs:
         assert "sm_" + arch.removesuffix("+PTX").replace(".", "") in compiled
+    refused = run(
+        other, "-c", CUDA_CALLS, cwd=tmp_path, CUDA_VISIBLE_DEVICES=""
+    ).stdout.splitlines()
+    for line, (name, first) in zip(refused, FIRST_TENSORS.items(), strict=True):
+        assert line.startswith(f"ValueError santa::{name}: {first} must be on a CUDA device, got [")
+
+
+def test_without_a_driver_torch_says_so(other: Path) -> None:
+    code = "import torch; torch.zeros(1).cuda()"
+    done = run(other, "-c", code, check=False, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert re.search("no NVIDIA driver|No CUDA GPUs are available", done.stdout)
+
+
+def test_the_cuda_environment_is_made_once(other: Path) -> None:
+    folder = other.parent.parent
+    before = (folder / "pyvenv.cfg").stat().st_mtime_ns
+    command = ("bash", ROOT / "scripts/cuda_environment.sh", folder)
+    assert str(other) in run(*command, SANTA_PYTHON=sys.executable).stdout
+    assert (folder / "pyvenv.cfg").stat().st_mtime_ns == before
 
 
 def test_rule35_one_build_loads_in_both_torches(
