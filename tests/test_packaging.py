@@ -245,8 +245,9 @@ def test_rule46_no_upper_pins(root: Path) -> None:
     assert required is not None
     assert extras is not None
     lines = [required[1], extras[1]]
-    # requirements/torch.txt is the developers' choice where there is no torch, not a requirement.
-    files = [path for path in (root / "requirements").glob("*.txt") if path.name != "torch.txt"]
+    # These are the developers' choices where there is no torch, not requirements.
+    choices = ("torch.txt", "torch-cuda.txt")
+    files = [path for path in (root / "requirements").glob("*.txt") if path.name not in choices]
     lines += [line for path in files for line in path.read_text().splitlines() if line[:1] != "#"]
     assert not [line for line in lines if re.search(r"<|==|~=|!=", line)]
     minimum = ".".join(map(str, environment.MINIMUM_TORCH))
