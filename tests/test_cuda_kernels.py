@@ -6,6 +6,7 @@ the ways are compared with each other. What they read and write: test_cuda_memor
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -391,3 +392,33 @@ def test_rule16_lists_are_cut() -> None:
     assert_equal("out", gather(rows, 5), gather(rows.clamp(0, 29), 5))
     assert_equal("out", gather(rows, 2**31 - 1), gather(rows, 5))
     assert_equal("out", gather(rows, -(2**31)), torch.zeros(1, 2, 8))
+
+
+def test_rule16_lists_of_values_without_rows() -> None:
+    """There is nothing that a row could be cut to: no list has any."""
+    operators = simt_library.load()
+    Setting().use()
+    for batch, kv_heads, dim in ((2, 1, 8), (1, 2, 8), (1, 1, 40)):
+        rows = torch.zeros(batch, kv_heads, 3, dtype=torch.int64)
+        num_rows = torch.full((batch, kv_heads), 3, dtype=torch.int32)
+        coefficients = torch.ones(batch, 2 * kv_heads, 3)
+        got = operators.gather(rows, coefficients, num_rows, torch.empty(batch, kv_heads, 0, dim))
+        assert_equal("out", got, torch.zeros(batch, 2 * kv_heads, dim))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9, -3.0])
+def test_rule16_shares_of_rows_overrun_nothing(value: float) -> None:
+    """The sample means nothing then; it holds ascending rows that exist, and not too many."""
+    operators = simt_library.load()
+    Setting().use()
+    row_mass = torch.ones(1, 4)
+    row_mass[0, 1] = value
+    where = torch.tensor([1])
+    rows, _, num_rows = operators.draw(
+        torch.full((1, 4, 300), ONE, dtype=torch.int32),
+        **{"samples": 5, "kv_heads": 2, "seed": where, "position": where, "row_mass": row_mass},
+    )
+    for listed, n in zip(rows[0], num_rows[0].tolist(), strict=True):
+        assert 0 < n <= rows.shape[2]
+        assert (listed[:n].diff() > 0).all()
+        assert 0 <= int(listed[0]) <= int(listed[n - 1]) < 300
