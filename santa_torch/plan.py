@@ -71,7 +71,7 @@ def this_device(index: int | None = None) -> DeviceFigures:
     return DeviceFigures(
         found.name,
         found.multi_processor_count,
-        found.shared_memory_per_block_optin,
+        getattr(found, "shared_memory_per_block_optin"),  # noqa: B009  torch's stubs lack it
         found.shared_memory_per_multiprocessor,
         10 * found.major + found.minor,
     )

@@ -126,7 +126,7 @@ if $gpu; then
     part device 60 bash -c 'nvidia-smi && "$0" -m santa_torch info && "$0" -m santa_torch plan --device this &&
         "$0" -c "import torch; torch.zeros(1).cuda(); print(torch.cuda.get_device_name())"' "$python"
     part tests 240 env SANTA_REQUIRE_GPU=1 "$python" -m pytest -q -p no:cacheprovider \
-        -k "cuda and not rule47 and not gpu_check" tests # how packages are built needs no GPU
+        -k "(gpu or test_cuda_device) and not gpu_check" tests # ids of what runs on the GPU hold "gpu"
 else
     part device 60 bash -c '"$0" -m santa_torch info && "$0" -m santa_torch plan --device h100' "$python"
     part tests 240 "$python" -m pytest -q -p no:cacheprovider tests/test_cuda_device.py

@@ -2,7 +2,7 @@
 
 The suite is written once, against operators on the CPU. While ``redirected`` is in force, the
 dispatcher's kernels for the CPU are others: those of the emulator (``"simt"``), or on a machine
-with a GPU the CUDA operators, reached through copies (``"cuda"``). Whoever calls is none the wiser:
+with a GPU the CUDA operators, reached through copies (``"gpu"``). Whoever calls is none the wiser:
 ``santa_torch.decode``, ``torch.ops.santa``, a compiled graph, a model.
 """
 
@@ -23,7 +23,7 @@ import santa_torch
 
 OPERATORS = ("decode", "score", "weigh", "draw", "gather")
 HAS_CUDA = torch.cuda.is_available() and santa_torch.build_info().cuda_module == "loaded"
-LEVELS = (*CPU_LEVELS, "simt", *(["cuda"] if HAS_CUDA else []))
+LEVELS = (*CPU_LEVELS, "simt", *(["gpu"] if HAS_CUDA else []))
 
 
 def setting_for(test: str) -> Setting:
@@ -48,7 +48,7 @@ def redirected(kernel_of: Callable[[str], Callable[..., Any]]) -> Iterator[None]
     library = torch.library.Library("santa", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
+            warnings.filterwarnings("ignore", message=r"(?s).*overriding a previously registered")
             for name in OPERATORS:
                 library.impl(name, kernel_of(name), "CPU", allow_override=True)
         yield
@@ -66,17 +66,19 @@ def use(level: str, test: str) -> Iterator[None]:
         setting.use()
         with redirected(lambda name: getattr(operators, name)):
             yield
-    elif level == "cuda":
-        with redirected(_on_cuda):
+    elif level == "gpu":
+        with redirected(_on_gpu):
             yield
     else:
         before = torch.ops.santa.cpu_level()
         torch.ops.santa.set_cpu_level(level)
-        yield
-        torch.ops.santa.set_cpu_level(before)
+        try:
+            yield
+        finally:
+            torch.ops.santa.set_cpu_level(before)
 
 
-def _on_cuda(name: str) -> Callable[..., Any]:
+def _on_gpu(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         moved = [transplant(x) for x in args]
         given = {key: transplant(x) for key, x in kwargs.items()}

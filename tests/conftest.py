@@ -48,7 +48,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=["cpu", *(level for level in LEVELS if level == "cuda")])
+@pytest.fixture(params=["cpu", *(level for level in LEVELS if level == "gpu")])
 def fast_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend but the emulator, which is too slow for what uses this."""
     level = torch.ops.santa.cpu_level() if request.param == "cpu" else request.param

@@ -98,16 +98,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
     const int64_t c = head * step.plan.chunks + base + threadIdx.x;
     if (base + threadIdx.x < chunks) {
       const float largest = step.chunk_maxima[c];
-      factors[threadIdx.x] = largest == kNegativeInfinity ? -1.0
-                             : largest == maximum
-                                 ? 1.0
-                                 : exp(static_cast<double>(largest) - static_cast<double>(maximum));
+      factors[threadIdx.x] =
+          largest == maximum ? 1.0 : exp(static_cast<double>(largest) - static_cast<double>(maximum));
       sums[threadIdx.x] = step.partial_sums[c];
     }
     __syncthreads();
     for (int i = 0; i < min(chunks - base, int64_t{kThreads}); ++i) {
       const double factor = factors[i];
-      if (factor < 0.0) continue;  // nothing attended in there
       total = __dadd_rn(total, __dmul_rn(factor, static_cast<double>(sums[i])));
       if (!mine) continue;
       const int64_t partial = head * step.plan.chunks + base + i;

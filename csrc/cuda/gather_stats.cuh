@@ -24,6 +24,7 @@ class DrawnRows {
   __device__ int64_t offset(const Step& step, int64_t i) const { return step.params.v.offset(b_, kv_, row(i)); }
 
   __device__ static int64_t size_of(const Step& step, int64_t list) {
+    if (step.params.shape.rows == 0) return 0;
     return max(min(static_cast<int64_t>(step.num_rows[list]), step.plan.capacity), int64_t{0});
   }
 

@@ -18,6 +18,8 @@ constexpr int kHeadTile = 4;      // heads whose sums a thread keeps in register
 constexpr int kOctet = 8;         // rows that a warp scores at once, by as many lanes each as there are parts
 constexpr int kRowParts = 32 / kOctet;
 
+constexpr int kIncludeHeads = 1024;  // of a group, whose totals a block keeps at once
+
 constexpr int kSliceFeatures = 32;                // of V at most, summed by one block: a warp's width
 constexpr int kSliceBytes = 32;                   // of a row at least: what memory hands out at once
 constexpr int kGatherRows = 64;                   // drawn rows staged at once

@@ -89,23 +89,17 @@ __global__ void __launch_bounds__(kThreads) weigh_kernel(const __grid_constant__
   }
 }
 
-// Grid: groups times splits of their chunks, a warp to a chunk.
-__global__ void __launch_bounds__(kThreads) include_kernel(const __grid_constant__ Step step) {
-  wait_for_previous_grid();
-  let_next_grid_start();
+// Reciprocals of the totals of up to kIncludeHeads heads from `first` on. Every thread calls.
+__device__ void invert_totals(const Step& step, int64_t first, int heads, bool keep, float* reciprocals) {
   const DecodeShape& shape = step.params.shape;
-  const ChunkRange range = range_of(step.plan.include, blockIdx.x);
-  const int64_t group = range.unit;
-  const int heads = static_cast<int>(shape.group_size());
-  const int64_t first = group * heads;
-  const int64_t chunks = chunks_of(step, group / shape.kv_heads);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  float* reciprocal = dynamic_shared_memory<float>();
-  for (int h = warp; h < heads; h += kWarps) {
+  const int64_t chunks = chunks_of(step, first / shape.query_heads);
+  __syncthreads();
+  for (int h = static_cast<int>(threadIdx.x) / kWarpLanes; h < heads; h += kWarps) {
     const int64_t head = first + h;
     uint64_t total = 0;
-    for (int64_t c = lane_id(); c < chunks; c += kWarpLanes)
+    for (int64_t c = lane_id(); c < chunks; c += kWarpLanes) {
       total += step.weight_sums[head * step.plan.chunks + c];
+    }
     total = warp_sum(total);
     if (lane_id() != 0) continue;
     float row_mass = 1.0f;
@@ -115,23 +109,52 @@ __global__ void __launch_bounds__(kThreads) include_kernel(const __grid_constant
       const double lse = log_sum_exp(step.maxima[head], total);
       row_mass = static_cast<float>(row_share(step.params, head % shape.query_heads, lse));
     }
-    reciprocal[h] = reciprocal_total(total, row_mass);
-    if (range.split != 0) continue;
+    reciprocals[h] = reciprocal_total(total, row_mass);
+    if (!keep) continue;
     step.totals[head] = total;
     step.row_mass[head] = row_mass;
   }
   __syncthreads();
+}
+
+// Grid: groups times splits of their chunks, a warp to a chunk. Groups of more than kIncludeHeads heads go through
+// their totals once for every round of chunks, others once in all.
+__global__ void __launch_bounds__(kThreads, 4) include_kernel(const __grid_constant__ Step step) {
+  wait_for_previous_grid();
+  let_next_grid_start();
+  constexpr int kRows = static_cast<int>(kChunkRows) / kWarpLanes;  // of a lane, in one chunk
+  auto& reciprocals = shared_memory<struct Reciprocals, float[kIncludeHeads]>();
+  const DecodeShape& shape = step.params.shape;
+  const ChunkRange range = range_of(step.plan.include, blockIdx.x);
+  const int64_t group = range.unit;
+  const int64_t group_size = shape.group_size();
+  const int64_t first = group * group_size;
+  const int64_t end = min(range.end, chunks_of(step, group / shape.kv_heads));
   const auto samples = static_cast<float>(step.params.draw.samples);
-  for (int64_t chunk = range.begin + warp; chunk < min(range.end, chunks); chunk += kWarps) {
-    ChunkSums sums(step.block_sums + (group * step.plan.chunks + chunk) * kBlocksPerChunk);
-    for (int i = 0; i < static_cast<int>(kChunkRows) / kWarpLanes; ++i) {
-      const int64_t row = chunk * kChunkRows + i * kWarpLanes + lane_id();
-      float square = 0.0f;
-      for (int h = 0; h < heads; ++h) {
-        square = scalar::add_square(square, step.weights[(first + h) * step.weights_stride + row], reciprocal[h]);
+  for (int64_t round = range.begin; round < end || round == 0; round += kWarps) {
+    const int64_t chunk = round + threadIdx.x / kWarpLanes;
+    float square[kRows] = {};
+    for (int64_t tile = 0; tile < group_size; tile += kIncludeHeads) {
+      const int heads = static_cast<int>(min(group_size - tile, int64_t{kIncludeHeads}));
+      if (round == range.begin || group_size > kIncludeHeads) {
+        invert_totals(step, first + tile, heads, round == 0, reciprocals);
       }
-      const uint32_t inclusion = scalar::integer_inclusion(square, samples);
-      step.inclusion[group * step.plan.padded_rows + row] = inclusion;
+      if (chunk >= end) continue;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t row = chunk * kChunkRows + i * kWarpLanes + lane_id();
+        for (int h = 0; h < heads; ++h) {
+          const int64_t at = (first + tile + h) * step.weights_stride + row;
+          square[i] = scalar::add_square(square[i], step.weights[at], reciprocals[h]);
+        }
+      }
+    }
+    if (chunk >= end) continue;
+    ChunkSums sums(step.block_sums + (group * step.plan.chunks + chunk) * kBlocksPerChunk);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint32_t inclusion = scalar::integer_inclusion(square[i], samples);
+      step.inclusion[group * step.plan.padded_rows + chunk * kChunkRows + i * kWarpLanes + lane_id()] = inclusion;
       sums.add(i, inclusion);
     }
     const uint64_t total = sums.total();
@@ -166,7 +189,6 @@ void include(const Step& step, void* stream) {
          {.name = "include",
           .grid = dim3(static_cast<unsigned>(step.plan.include.blocks())),
           .block = dim3(kThreads),
-          .shared_bytes = static_cast<size_t>(step.params.shape.group_size()) * sizeof(float),
           .stream = static_cast<Stream>(stream),
           .overlap = step.plan.overlap},
          step);
