@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "scores of a chunk are read before all are written",
         "score.cuh",
-        "          __syncthreads();\n          done(begin",
-        "          done(begin",
+        "__syncthreads();\n                        done(begin",
+        "done(begin",
     ),
     Fault(
         "memory of a reduction is used again too early",
@@ -82,8 +82,8 @@ FAULTS = [
     Fault(
         "reciprocals are read before all are there",
         "weigh.cu",
-        "  __syncthreads();\n  const auto samples",
-        "  const auto samples",
+        "  __syncthreads();\n}\n\n// Grid: groups times",
+        "}\n\n// Grid: groups times",
     ),
     Fault(
         "draws are listed before all are drawn",
@@ -277,8 +277,8 @@ FAULTS = [
     Fault(
         "rows beside a sink are sized as if there were none",
         "weigh.cu",
-        "reciprocal[h] = reciprocal_total(total, row_mass);",
-        "reciprocal[h] = reciprocal_total(total, 1.0f);",
+        "reciprocals[h] = reciprocal_total(total, row_mass);",
+        "reciprocals[h] = reciprocal_total(total, 1.0f);",
     ),
     Fault(
         "blocks of a density in the wrong order",
@@ -409,10 +409,10 @@ FAULTS = [
         "      sum[h] =",
     ),
     Fault(
-        "dense: a chunk that attends nothing counts",
+        "dense: infinity in a chunk that counts for nothing",
         "dense.cu",
-        "      if (factor < 0.0) continue;  // nothing attended in there\n",
-        "",
+        "      if (factor != 0.0) {",
+        "      if (true) {",
     ),
 ]
 
@@ -425,8 +425,10 @@ def battery() -> Callable[[Any], None]:
     import torch
     from cases import METHODS, Case
     from simt_library import Setting
+    from test_cuda_memory import fenced
 
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     cpu = torch.ops.santa
     settings = [
         Setting(),
@@ -466,6 +468,15 @@ def battery() -> Callable[[Any], None]:
         small = Case(batch=2, kv_heads=1, group=2, rows=16, head_dim=8, value_dim=8)
         small = small.but(dtype=torch.float16)
         made.append((small, small.inputs()._replace(k=far, v=far)))
+        # Memory that ends with the last row.
+        inputs = small.inputs()
+        made.append((small, inputs._replace(k=fenced(inputs.k), v=fenced(inputs.v))))
+        # A chunk whose sums overflow, and whose share of the softmax is 0 in fp64.
+        inputs = small.but(rows=300, dtype=torch.float32).inputs()
+        inputs.k[:, :, 256:] = 0
+        inputs.k[:, :, 0] = inputs.q[:, 0, None] * 1e4
+        inputs.v[:, :, 256:] = 3e38
+        made.append((small.but(rows=300, dtype=torch.float32), inputs))
         return made
 
     def decode(ops: Any, inputs: Any, method: str, **more: Any) -> Any:
@@ -487,6 +498,7 @@ def battery() -> Callable[[Any], None]:
     scores = cpu.score(inputs_of[0][1].q, inputs_of[0][1].k)
     flat_weights = torch.tensor([0, 3, 0, 0, 2, 1, 0] * 100, dtype=torch.int32)[None, None]
     weights.append(flat_weights.expand(1, 2, 700).contiguous())
+    weights.append(cpu.weigh(3 * torch.randn(1, 1, 70_000), torch.full((1, 1), 20.0)))
     drawn = {
         (at, method, samples): cpu.draw(
             w, samples=samples, method=method, kv_heads=1, seed=where, position=where
@@ -494,12 +506,18 @@ def battery() -> Callable[[Any], None]:
         for at, w in enumerate(weights)
         for method in METHODS[1:]
         for samples in (1, 9, 700)
+        if at != len(weights) - 1 or samples == 9
     }
     random = torch.Generator().manual_seed(2)
     v = torch.randn(1, 1, 1000, 19, generator=random)
     listed = torch.randperm(1000, generator=random)[:600].sort().values[None, None]
     coefficients = 2.0 ** torch.randint(-20, 3, (1, 5, 600), generator=random)
+    coefficients[..., 7] = 0.0  # of a row that nobody uses
+    v[0, 0, listed[0, 0, 7]] = torch.nan
     gathered = cpu.gather(listed, coefficients, torch.tensor([[600]], dtype=torch.int32), v)
+    values, v = v, v.nan_to_num(0.5)
+    long = Case(batch=1, kv_heads=1, group=1, rows=33_000, head_dim=8, value_dim=8).inputs()
+    expected_long = decode(cpu, long, "dense")
     equal = torch.zeros(1, 1, 1100, 8)
     dense = cpu.decode(
         equal[:, :, 0], equal, v.repeat(1, 1, 2, 1)[:, :, :1100], samples=1, method="dense",
@@ -541,11 +559,15 @@ def battery() -> Callable[[Any], None]:
                 )  # fmt: skip
                 same(f"draw {method} {samples} of {at}", got, want)
             same("weigh", [ops.weigh(*scores)], [cpu.weigh(*scores)])
+            q, k = inputs_of[0][1].q, inputs_of[0][1].k
+            whole, part = ops.score(q, k)[0], ops.score(q, k[:, :, 5:])[0]
+            same("scores of rows elsewhere", [part], [whole[..., 5:]])
+            near("dense over many chunks", decode(ops, long, "dense")[0], expected_long[0], 1e-5)
             num = torch.tensor([[600]], dtype=torch.int32)
-            same("gather", [ops.gather(listed, coefficients, num, v)], [gathered])
+            same("gather", [ops.gather(listed, coefficients, num, values)], [gathered])
             far = listed.clone()
             far[0, 0, -1] = 2**40
-            near("gather", ops.gather(far, coefficients, num, v), gathered, 1e9)
+            near("gather", ops.gather(far, coefficients, num, values), gathered, 1e9)
             got = ops.decode(
                 equal[:, :, 0], equal, v.repeat(1, 1, 2, 1)[:, :, :1100], samples=1,
                 method="dense", seed=where,
