@@ -65,6 +65,9 @@ def this_device(index: int | None = None) -> DeviceFigures:
     RuntimeError
         There is no GPU, or torch has no CUDA.
     """
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "has no CUDA"
+        raise RuntimeError(f"no GPU: torch {torch.__version__} {built} and finds no device")
     found = torch.cuda.get_device_properties(
         torch.cuda.current_device() if index is None else index
     )
@@ -126,6 +129,11 @@ def plan(
         head_dim,
         head_dim if value_dim is None else value_dim,
     ]
+    # What the planner multiplies stays within 62 bits below this: at worst every head of q reads K
+    # by itself.
+    elements = batch * query_heads * max(rows, 1) * max(head_dim + sizes[-1], 1)
+    if max(map(abs, (elements, samples, *sizes))) >= 2**56:
+        raise ValueError(f"plan: sizes are too large together: B, Hq, Hkv, L, D, Dv = {sizes}")
     figures = [
         device.multiprocessors,
         device.shared_bytes,
@@ -163,7 +171,7 @@ def main(argv: list[str]) -> int:
     try:
         device = this_device() if name == "this" else DEVICES[name]
         plans = {method: plan(device, method=method, **arguments) for method in methods}
-    except (ValueError, RuntimeError, AssertionError) as error:
+    except (ValueError, RuntimeError) as error:
         parser.exit(1, f"error: {error}\n")
     if as_json:
         print(json.dumps({"device": device.name, **plans}, indent=2))
