@@ -39,6 +39,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "32/8": Model(32, 8, 128, 128),
+    "40/8": Model(40, 8, 128, 128),  # on 8.9, a third block would fit but for the KiB it costs
     "64/8": Model(64, 8, 128, 128),
     "71/1": Model(71, 1, 64, 64),
     "wide": Model(16, 8, 256, 256, "float32"),
@@ -389,6 +390,8 @@ def test_the_largest_head_dim() -> None:
 
 
 def test_tiles_shrink_before_a_head_dim_is_refused() -> None:
+    assert plan(DEVICES["h100"], head_dim=128)["tile_rows"] == 32
+    assert plan(DEVICES["h100"], head_dim=144)["tile_rows"] == 16  # three of 32 take 28.5 KiB
     small = DeviceFigures("small", 10, 16 * K, 32 * K, 80)
     assert plan(small, head_dim=128)["tile_rows"] == 16
     assert plan(small, head_dim=256)["tile_rows"] == 8
