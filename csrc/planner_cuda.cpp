@@ -46,20 +46,22 @@ void plan_score(const DecodeShape& shape, const DeviceInfo& device, LaunchPlan* 
   const auto bytes = [&](int64_t heads) {
     return score_layout(heads, plan->query_stride, plan->tile_rows, plan->key_stride).bytes;
   };
-  while (plan->tile_rows > kOctet && bytes(1) > device.shared_bytes) plan->tile_rows /= 2;
-  if (bytes(1) > device.shared_bytes) {
+  const int64_t room = device.shared_bytes - kStaticBytes;
+  while (plan->tile_rows > kOctet && bytes(1) > room) plan->tile_rows /= 2;
+  if (bytes(1) > room) {
     throw std::invalid_argument("santa: k has a head dim of " + std::to_string(shape.head_dim) +
                                 ", too large for the " + std::to_string(device.shared_bytes) +
                                 " bytes of shared memory of a block");
   }
   const int64_t per_head = bytes(1) - bytes(0);
-  const int64_t fits = (device.shared_bytes - bytes(0)) / per_head;
+  const int64_t fits = (room - bytes(0)) / per_head;
   plan->head_blocks = ceil_div(group, std::min(group, fits));
   plan->heads_per_block = ceil_div(group, plan->head_blocks);
   plan->head_blocks = ceil_div(group, plan->heads_per_block);
   plan->score_shared = bytes(plan->heads_per_block);
   plan->score_resident = std::clamp<int64_t>(
-      device.shared_bytes_per_multiprocessor / (plan->score_shared + kReservedSharedBytes), 1, kScoreBlocks);
+      device.shared_bytes_per_multiprocessor / (plan->score_shared + kStaticBytes + kReservedSharedBytes), 1,
+      kScoreBlocks);
 }
 
 void plan_memory(const DecodeShape& shape, bool statistics, LaunchPlan* plan) {
@@ -120,8 +122,10 @@ void predict(const DecodeShape& shape, int64_t samples, const DeviceInfo& device
 
 void check_grids(const LaunchPlan& plan) {
   constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
-  for (const int64_t blocks : {plan.score.blocks(), plan.weigh.blocks() * plan.value_slices, plan.include.blocks(),
-                               plan.draw_heads * plan.value_slices * plan.gather_head_blocks}) {
+  const int64_t merged = plan.method == Method::kDense ? plan.value_slices : 1;
+  const int64_t gathered = plan.value_slices * plan.gather_head_blocks;
+  for (const int64_t blocks : {plan.score.blocks(), plan.weigh.blocks(), plan.weigh.units * merged,
+                               plan.include.blocks(), plan.draw_heads * gathered}) {
     if (blocks > kMaxBlocks) {
       throw std::invalid_argument("santa: q has too many heads in all: " + std::to_string(blocks) +
                                   " blocks, a launch has at most 2^31 - 1");

@@ -1,7 +1,7 @@
 """What only a GPU can show: graphs, streams, devices, memory, synchronisation, compiled steps.
 
 The numbers are tested elsewhere: on a machine with a GPU the whole suite runs on the CUDA kernels
-under level "cuda". ``SANTA_REQUIRE_GPU=1`` makes a missing GPU a failure, so that a run that is
+under level "gpu". ``SANTA_REQUIRE_GPU=1`` makes a missing GPU a failure, so that a run that is
 meant to prove something cannot pass by skipping.
 """
 
@@ -319,3 +319,34 @@ def test_a_model_generates_what_it_does_on_the_cpu() -> None:
     with hf.use(model, DENSE):
         got = generate(model, prompt.cuda(), new=12)
     assert torch.equal(got.cpu(), expected)
+
+
+# ---- limits of launches and offsets --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("batch", "kv_heads"), [(65_537, 1), (1, 65_537)])
+def test_rule22_grids_beyond_16_bits(method: str, batch: int, kv_heads: int) -> None:
+    case = Case(batch=batch, kv_heads=kv_heads, group=1, rows=3, head_dim=8, value_dim=8)
+    inputs = case.inputs()
+    expected = santa_torch.decode(**inputs.arguments(), method=method, samples=2)
+    got = santa_torch.decode(**moved(inputs).arguments(), method=method, samples=2)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rule21_strides_beyond_32_bits(method: str) -> None:
+    """Two sequences 2^31 elements apart; what lies between them is never touched."""
+    if torch.cuda.mem_get_info()[0] < 6 << 30:
+        pytest.skip("less than 6 GiB of free memory on this GPU")
+    case = Case(batch=2, kv_heads=1, group=2, rows=300, head_dim=8, value_dim=8)
+    inputs = case.but(dtype=torch.bfloat16).inputs()
+    near = moved(inputs)
+    memory = torch.empty(2**31 + 2**16, dtype=torch.bfloat16, device="cuda")
+    far = memory.as_strided((2, 1, 300, 8), (2**31 + 64, 2400, 8, 1))
+    for name in ("k", "v"):
+        far.copy_(getattr(near, name))
+        given = near._replace(**{name: far})
+        got = santa_torch.decode(**given.arguments(), method=method, samples=SAMPLES)
+        same = santa_torch.decode(**near.arguments(), method=method, samples=SAMPLES)
+        assert_equal(name, got, same)

@@ -29,6 +29,9 @@ constexpr int kMergeFeatures = kThreads;          // of a dense head, merged by 
 // Tiles of drawn rows in flight or in use: rows are scattered, and what is under way hides how long each takes.
 constexpr int gather_stages(int element_bytes) { return element_bytes == 2 ? 5 : 3; }
 
+// Shared memory that a block which scores has besides, at most: what reductions pass between warps.
+constexpr int kStaticBytes = 512;
+
 // Shared memory of the blocks that score, in bytes from its beginning.
 struct ScoreLayout {
   int64_t scores;  // float [heads, kChunkRows]; the queries, float [heads, query_stride], lie before it
