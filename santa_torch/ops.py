@@ -150,6 +150,10 @@ def decode(
     batch. Weights are rounded to multiples of 2^-30 of the largest, which moves the sampled
     distribution by at most ``L 2^-31`` in total variation; beyond that every method is unbiased.
 
+    On CUDA nothing waits for the device, so what tensors hold is not checked: a length is cut to
+    the rows of ``k``. Scores differ from the CPU's in their last bits; the draws from equal weights
+    do not. No GPU has run these kernels yet: ``docs/cuda.md``.
+
     There is no backward pass: gradients through the output or the log-sum-exp raise. On the CPU
     every head dimension takes one path; of one that is no multiple of 8 the last features load
     singly.
