@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 import simt_library
 from cuda_faults import FAULTS, Fault
+from cuda_more_faults import MORE_FAULTS
 from simt_library import CSRC, ROOT
 
 CUDA = CSRC / "cuda"
+ALL_FAULTS = [*FAULTS, *MORE_FAULTS]
 
 
 def compile_to(target: Path, arguments: list[str]) -> None:
@@ -112,7 +114,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         yield {
             fault.name: pool.submit(plant, fault, folder / str(at))
-            for at, fault in enumerate(FAULTS)
+            for at, fault in enumerate(ALL_FAULTS)
         }
 
 
@@ -121,7 +123,7 @@ def test_the_battery_passes_the_kernels_as_they_are(battery: Battery, races: boo
     assert battery.run(simt_library.build(races)) == "ok"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_planted_fault_is_found(
     fault: Fault, battery: Battery, planted: dict[str, Future[Path]]
 ) -> None:
