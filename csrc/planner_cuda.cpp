@@ -38,7 +38,7 @@ void plan_score(const DecodeShape& shape, const DeviceInfo& device, LaunchPlan* 
   plan->query_stride = pad(shape.head_dim, elements);
   // An odd number of vectors between rows: eight lanes that read one vector each of eight rows meet no bank twice.
   const int64_t vectors = plan->query_stride / elements;
-  plan->key_stride = (vectors + (vectors % 2 == 0 ? 1 : 2)) * kVectorBytes;
+  plan->key_stride = (vectors | 1) * kVectorBytes;
   plan->tile_rows = 64;
   while (plan->tile_rows > kOctet && kStages * plan->tile_rows * plan->key_stride > kStageBytes) {
     plan->tile_rows /= 2;
