@@ -53,6 +53,8 @@ DrawInputs check_draw_inputs(const Home& home, const Tensor& weights, int64_t sa
     fail(op, "kv_heads must be at least 1 and divide the query heads of weights ", shape_text(weights), ", got ",
          kv_heads);
   }
+  constexpr int64_t kMaxRows = int64_t{1} << 31;
+  if (weights.size(2) >= kMaxRows) fail(op, "weights must have fewer than 2^31 rows, got ", shape_text(weights));
   DrawInputs inputs{
       .weights = torch::stable::contiguous(weights),
       .row_mass = std::nullopt,

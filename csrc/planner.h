@@ -40,7 +40,7 @@ struct DeviceInfo {
   int64_t multiprocessors;
   int64_t shared_bytes;                     // of shared memory that a block may have
   int64_t shared_bytes_per_multiprocessor;  // for all blocks on one
-  int compute_capability;                   // 90 stands for 9.0
+  int compute_capability;                   // of the code that runs there; 90 stands for 9.0
   double bytes_per_second = 0.0;            // of global memory; for predictions only, 0 where unknown
 };
 

@@ -5,7 +5,7 @@
 #
 #   --rehearse   the same without a GPU, on the CPU: shows that every part runs, proves nothing of a GPU
 #   --quick      fewer shapes in the benchmark
-#   --parts      some of: environment setup rivals device tests memcheck racecheck initcheck synccheck benchmark
+#   --parts      some of: environment setup rivals device tests benchmark memcheck racecheck initcheck synccheck
 #   --out        folder for a log of each part, summary.txt, summary.json, benchmark; default out/gpu_check
 #
 # A part that fails does not stop the others. Exit status: 0 every part passed, 1 one failed, 2 a wrong
@@ -13,7 +13,7 @@
 # SANTA_PYTHON names the interpreter; else it is .venv, or build/cuda-venv where .venv's torch has no CUDA.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-every=(environment setup rivals device tests memcheck racecheck initcheck synccheck benchmark)
+every=(environment setup rivals device tests benchmark memcheck racecheck initcheck synccheck)
 started_in=$PWD
 cd "$root"
 
@@ -122,16 +122,22 @@ if $gpu; then
 else
     part rivals 60 "$python" benchmarks/cuda_decode.py --list
 fi
-deadline=$((SECONDS + 480))
+deadline=$((SECONDS + 570))
 
 if $gpu; then
-    part device 60 bash -c 'nvidia-smi && "$0" -m santa_torch info && "$0" -m santa_torch plan --device this &&
+    part device 30 bash -c 'nvidia-smi && "$0" -m santa_torch info && "$0" -m santa_torch plan --device this &&
         "$0" -c "import torch; torch.zeros(1).cuda(); print(torch.cuda.get_device_name())"' "$python"
-    part tests 240 env SANTA_REQUIRE_GPU=1 "$python" -m pytest -q -p no:cacheprovider \
+    part tests 210 env SANTA_REQUIRE_GPU=1 "$python" -m pytest -q -p no:cacheprovider \
         -k "(gpu or test_cuda_device) and not gpu_check" tests # ids of what runs on the GPU hold "gpu"
 else
-    part device 60 bash -c '"$0" -m santa_torch info && "$0" -m santa_torch plan --device h100' "$python"
-    part tests 240 "$python" -m pytest -q -p no:cacheprovider tests/test_cuda_device.py
+    part device 30 bash -c '"$0" -m santa_torch info && "$0" -m santa_torch plan --device h100' "$python"
+    part tests 210 "$python" -m pytest -q -p no:cacheprovider tests/test_cuda_device.py
+fi
+
+if $gpu; then
+    part benchmark 150 "$python" benchmarks/cuda_decode.py "${quick[@]}" --out "$out/benchmark"
+else
+    part benchmark 120 "$python" benchmarks/cuda_decode.py --rehearse "${quick[@]}" --out "$out/benchmark"
 fi
 
 sanitizer=
@@ -149,7 +155,7 @@ sanitize() {
     else
         # A tool that was never attached finds nothing, and neither does one whose program stopped early: both
         # closing lines have to be there.
-        part "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 bash -c '
+        part "$tool" 45 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 bash -c '
             "$@" >"$0" 2>&1
             code=$?
             cat "$0"
@@ -162,12 +168,6 @@ sanitize memcheck --padding 64
 sanitize racecheck --racecheck-report all
 sanitize initcheck
 sanitize synccheck
-
-if $gpu; then
-    part benchmark 180 "$python" benchmarks/cuda_decode.py "${quick[@]}" --out "$out/benchmark"
-else
-    part benchmark 120 "$python" benchmarks/cuda_decode.py --rehearse "${quick[@]}" --out "$out/benchmark"
-fi
 
 {
     printf '{"rehearsal": %s, "failures": %d, "parts": [\n' "$($gpu && echo false || echo true)" $failures

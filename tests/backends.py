@@ -64,8 +64,11 @@ def use(level: str, test: str) -> Iterator[None]:
         setting = setting_for(test)
         print(setting)  # shown where the test fails
         setting.use()
-        with redirected(lambda name: getattr(operators, name)):
-            yield
+        try:
+            with redirected(lambda name: getattr(operators, name)):
+                yield
+        finally:
+            Setting().use()
     elif level == "gpu":
         with redirected(_on_gpu):
             yield

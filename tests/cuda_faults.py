@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "a launch that overlaps reads before the one before has ended",
         "draw.cu",
-        "  wait_for_previous_grid();\n  let_next_grid_start();\n  const DecodeParams&",
-        "  let_next_grid_start();\n  const DecodeParams&",
+        "  wait_for_previous_grid();\n  if (step.coefficients",
+        "  if (step.coefficients",
         races=True,
     ),
     Fault(

@@ -12,8 +12,8 @@ MORE_FAULTS = [
     Fault(
         "weights are made before all scores are there",
         "weigh.cu",
-        f"{WAIT}{START}  const DecodeShape& shape = step.params.shape;\n  const ChunkRange",
-        f"{START}  const DecodeShape& shape = step.params.shape;\n  const ChunkRange",
+        f"{WAIT}  if (step.weight_sums",
+        "  if (step.weight_sums",
         races=True,
     ),
     Fault(
@@ -26,15 +26,15 @@ MORE_FAULTS = [
     Fault(
         "rows are gathered before they are drawn",
         "gather.cu",
-        f"{WAIT}{START}  const LaunchPlan& plan",
-        f"{START}  const LaunchPlan& plan",
+        f"{WAIT}  const LaunchPlan& plan",
+        "  const LaunchPlan& plan",
         races=True,
     ),
     Fault(
         "chunks are merged before all are there",
         "dense.cu",
-        f"{WAIT}{START}  auto& factors",
-        f"{START}  auto& factors",
+        f"{WAIT}  auto& factors",
+        "  auto& factors",
         races=True,
     ),
     Fault(

@@ -456,3 +456,10 @@ def _fuzz(seed: int, calls: int) -> None:
     accepted, refused = map(int, result.stdout.split())
     assert accepted > calls / 10, "the fuzzer hardly ever makes a valid call"
     assert refused > calls / 10
+
+
+def test_draw_wants_fewer_than_2_31_rows() -> None:
+    where = torch.tensor([1])
+    weights = torch.ones(1, 1, 1, dtype=torch.int32).expand(1, 1, 2**31)
+    with pytest.raises(ValueError, match=r"weights must have fewer than 2\^31 rows, got \[1, 1, 2"):
+        OPS.draw(weights, samples=1, kv_heads=1, seed=where, position=where)

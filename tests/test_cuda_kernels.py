@@ -380,6 +380,37 @@ def test_rule16_scores_above_their_maximum_are_cut() -> None:
     assert int(expected.max()) == ONE
 
 
+def test_rule16_scores_that_are_no_numbers_weigh_nothing() -> None:
+    Setting().use()
+    scores = torch.tensor([[[torch.nan, -1.0, 0.0]]])
+    weights = simt_library.load().weigh(scores, torch.zeros(1, 1))
+    assert weights[0, 0, 0] == 0
+    assert weights[0, 0, 2] == ONE
+
+
+def test_rule16_shares_of_rows_are_cut() -> None:
+    operators = simt_library.load()
+    Setting().use()
+    weights = torch.randint(0, ONE, (1, 4, 300), generator=torch.Generator().manual_seed(3)).int()
+    where = torch.tensor([1])
+    given = {"samples": 20, "kv_heads": 1, "seed": where, "position": where}
+    got = operators.draw(weights, row_mass=torch.tensor([[2.0, -1.0, torch.nan, 0.5]]), **given)
+    cut = operators.draw(weights, row_mass=torch.tensor([[1.0, 0.0, 0.0, 0.5]]), **given)
+    for a, b in zip(got, cut, strict=True):
+        assert_equal("draw", a, b)
+
+
+def test_rule19_keys_between_two_numbers_are_refused() -> None:
+    """Bytes of a file may begin anywhere; a GPU stops at such an address, for good."""
+    Setting().use()
+    raw = torch.zeros(2 * 30 * 8 * 2 + 1, dtype=torch.uint8)
+    k = torch.frombuffer(raw.numpy(), dtype=torch.float16, count=2 * 30 * 8, offset=1)
+    k = k.view(1, 2, 30, 8)
+    q = torch.zeros(1, 2, 8, dtype=torch.float16)
+    with pytest.raises(ValueError, match="k must begin at a multiple of 2 bytes"):
+        simt_library.load().score(q, k)
+
+
 def test_rule16_lists_are_cut() -> None:
     operators = simt_library.load()
     Setting().use()

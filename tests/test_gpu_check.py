@@ -22,7 +22,7 @@ SCRIPT = ROOT / "scripts/gpu_check.sh"
 BENCHMARK = ROOT / "benchmarks/cuda_decode.py"
 AS_EXPECTED = "240 operator calls on cuda: as expected"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PARTS = ("device", "tests", *TOOLS, "benchmark")
+PARTS = ("device", "tests", "benchmark", *TOOLS)
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -10,8 +10,6 @@
 namespace santa::cpu {
 namespace {
 
-constexpr int64_t kBlocksPerChunk = kChunkRows / kBlockRows;
-
 // Walks a density from its first row on; thresholds must not descend.
 class Cursor {
  public:

@@ -12,8 +12,6 @@
 namespace santa::cpu {
 namespace {
 
-constexpr int64_t kBlocksPerChunk = kChunkRows / kBlockRows;
-
 // What a thread needs to take groups through the stages score, weigh, include, draw and gather.
 class SampledWorker {
  public:

@@ -69,10 +69,9 @@ struct OwnedDensity {
         chunk_sums(chunk_count(rows)) {}
 
   void sum(const KernelTable& kernels) {
-    constexpr int64_t kBlocks = kChunkRows / kBlockRows;
     for (size_t c = 0; c < chunk_sums.size(); ++c) {
       chunk_sums[c] =
-          kernels.sum_blocks(values.data() + c * kChunkRows, kChunkRows, block_sums.data() + c * kBlocks);
+          kernels.sum_blocks(values.data() + c * kChunkRows, kChunkRows, block_sums.data() + c * kBlocksPerChunk);
     }
   }
 

@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(kThreads, kScoreBlocks) dense_kernel(const __g
 template <class T>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
-  let_next_grid_start();
   auto& factors = shared_memory<struct Factors, double[kThreads]>();
   auto& sums = shared_memory<struct Sums, float[kThreads]>();
   const DecodeShape& shape = step.params.shape;

@@ -299,10 +299,18 @@ void launch(void (*kernel)(P...), const LaunchConfig& config, A&&... arguments) 
     cudaGetLastError();  // or the next to ask is told of this error too
     throw std::runtime_error(std::string("kernel '") + config.name + "': " + cudaGetErrorString(error));
   };
-  constexpr size_t kSharedWithoutAsking = 48 << 10;
+  constexpr size_t kSharedWithoutAsking = 47 << 10;  // 48 KiB, less what a kernel has beside its dynamic memory
   if (config.shared_bytes > kSharedWithoutAsking) {
+    // All that the device has, not what this launch wants: the limit is the function's, and another thread, or the
+    // launch before in a graph, may have asked for more.
+    int device = 0;
+    int most = 0;
+    cudaFuncAttributes of_kernel{};
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    check(cudaFuncGetAttributes(&of_kernel, kernel));
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(config.shared_bytes)));
+                               most - static_cast<int>(of_kernel.sharedSizeBytes)));
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

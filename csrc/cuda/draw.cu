@@ -13,8 +13,6 @@
 namespace santa::cuda {
 namespace {
 
-constexpr int kBlocksPerChunk = static_cast<int>(kChunkRows / kBlockRows);
-
 // A density with everything that finding a row needs.
 struct Density {
   const uint32_t* values;      // [chunks * kChunkRows]
@@ -172,7 +170,7 @@ __device__ double slack_of(const DrawParams& params, const Density& density, uin
 
 __global__ void __launch_bounds__(kDrawThreads, 2) draw_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
-  let_next_grid_start();
+  if (step.coefficients != nullptr) let_next_grid_start();  // or there is none of this step
   const DecodeParams& params = step.params;
   const LaunchPlan& plan = step.plan;
   const DecodeShape& shape = params.shape;

@@ -1,8 +1,8 @@
 // Stage "gather": weighted sums [B, Hq, Dv] of the rows of V that were drawn.
 //
-// Grid: lists of rows, times blocks of 16 heads, times slices of 32 features, flattened; 128 threads. Rows of a
-// slice stream through shared memory, so that many are under way at once, wherever they lie. A lane owns a
-// feature, a warp every fourth head: fp32 in row order within a chunk, fp64 between chunks.
+// Grid: lists of rows, times blocks of 16 heads, times slices of at most 32 features, flattened; 128 threads. Rows of
+// a slice stream through shared memory, so that many are under way at once, wherever they lie. A thread owns a feature
+// of up to four heads: fp32 in row order within a chunk, fp64 between chunks.
 #include "gather_stats.cuh"
 #include "kernels.h"
 #include "tile.cuh"
@@ -126,7 +126,6 @@ class GatherBlock {
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
-  let_next_grid_start();
   const LaunchPlan& plan = step.plan;
   const int64_t slice = blockIdx.x % plan.value_slices;
   const int64_t head_block = blockIdx.x / plan.value_slices % plan.gather_head_blocks;

@@ -11,4 +11,12 @@ std::string compiled_for() {
   return text;
 }
 
+int code_for(int compute_capability) {
+  int newest = 0;
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch / 10 <= compute_capability && arch / 10 > newest) newest = arch / 10;
+  }
+  return newest;
+}
+
 }  // namespace santa::cuda

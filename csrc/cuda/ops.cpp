@@ -153,16 +153,17 @@ Tensor gather_op(const Tensor& rows_in, const Tensor& coefficients_in, const Ten
   shape.head_dim = 1;
   const bool per_head = inputs.row_heads == shape.query_heads;
   const Method method = per_head ? Method::kSystematic : Method::kShared;
-  DecodeParams params{};
-  params.shape = shape;
-  params.v = inputs.values.address;
-  params.out = out.mutable_data_ptr();
-  Step step = make_step(params, plan_launch(shape, method, 1, false, on.info()), nullptr);
+  Step step{};
+  step.params.shape = shape;
+  step.params.v = inputs.values.address;
+  step.params.out = out.mutable_data_ptr();
+  step.plan = plan_launch(shape, method, 1, false, on.info());
   step.plan.capacity = inputs.capacity;
+  step.value_access = access_bytes("v", inputs.values.address, shape);
+  step.heads_per_list = shape.query_heads / inputs.row_heads;
   step.rows = const_cast<int64_t*>(inputs.rows.const_data_ptr<int64_t>());
   step.num_rows = const_cast<int32_t*>(inputs.num_rows.const_data_ptr<int32_t>());
   step.coefficients = const_cast<float*>(inputs.coefficients.const_data_ptr<float>());
-  step.maxima = nullptr;
   gather(step, true, on.stream());
   return out;
 }

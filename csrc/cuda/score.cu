@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(kThreads, kScoreBlocks) score_kernel(const __g
 // Grid: one block per head.
 __global__ void __launch_bounds__(kThreads) finish_maxima_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
-  let_next_grid_start();
   const float largest = head_maximum<kThreads>(step, blockIdx.x);
   if (threadIdx.x == 0) step.maxima[blockIdx.x] = largest;
 }

@@ -1,29 +1,30 @@
 #include "step.h"
 
-#include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace santa::cuda {
-namespace {
 
-// Bytes that every row can be read in at once, from its address and its strides. A dimension of size 1 has none.
-int access_bytes(const RowAddress& address, const DecodeShape& shape) {
+int access_bytes(const char* name, const RowAddress& address, const DecodeShape& shape) {
   constexpr uint64_t kMost = 16;
   const auto bytes = static_cast<uint64_t>(element_size(shape.dtype));
   uint64_t bits = reinterpret_cast<uint64_t>(address.data) | kMost;
+  if (bits % bytes != 0) {
+    throw std::invalid_argument(std::string("santa: ") + name + " must begin at a multiple of " +
+                                std::to_string(bytes) + " bytes, the size of its numbers");
+  }
   if (shape.batch > 1 || address.page_table != nullptr) bits |= static_cast<uint64_t>(address.page_stride) * bytes;
   if (shape.kv_heads > 1) bits |= static_cast<uint64_t>(address.head_stride) * bytes;
   if (shape.rows > 1) bits |= static_cast<uint64_t>(address.row_stride) * bytes;
   return static_cast<int>(bits & -bits);
 }
 
-}  // namespace
-
 Step make_step(const DecodeParams& params, const LaunchPlan& plan, std::byte* memory) {
   Step step{};
   step.params = params;
   step.plan = plan;
-  step.key_access = access_bytes(params.k, params.shape);
-  step.value_access = access_bytes(params.v, params.shape);
+  step.key_access = access_bytes("k", params.k, params.shape);
+  step.value_access = access_bytes("v", params.v, params.shape);
   const auto piece = [memory](int64_t offset, auto** to) {
     *to = reinterpret_cast<std::remove_reference_t<decltype(**to)>*>(memory + offset);
   };

@@ -17,7 +17,7 @@ struct Step {
 
   int32_t* attended;    // [B, Hkv, chunks, 2]
   float* chunk_maxima;  // [B, Hq, chunks]
-  float* maxima;        // [B, Hq], or null where no head can be degenerate (stage "gather" alone)
+  float* maxima;        // [B, Hq], or null where there are none: stages "draw" and "gather" alone
 
   // Scores and weights share their memory: bits of fp32 numbers, then integers.
   uint32_t* scores;       // [B, Hq, scores_stride]
@@ -49,6 +49,10 @@ struct Step {
   float* partial_sums;  // [B, Hq, chunks]
   float* partial_out;   // [B, Hq, chunks, value_stride]
 };
+
+// Bytes that every row can be read in at once, from its address and its strides. Throws std::invalid_argument
+// where an address is no multiple of its numbers' size; `name` is the argument's.
+int access_bytes(const char* name, const RowAddress& address, const DecodeShape& shape);
 
 // A step whose scratch lies in `memory`, plan.bytes of it. Results of stages alone are set afterwards.
 Step make_step(const DecodeParams& params, const LaunchPlan& plan, std::byte* memory);

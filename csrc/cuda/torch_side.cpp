@@ -2,6 +2,8 @@
 
 #if !SANTA_SIMT
 #include <cuda_runtime_api.h>
+
+#include "info.h"
 #endif
 
 #include <stdexcept>
@@ -50,11 +52,12 @@ OnDevice::OnDevice(const std::string& op, const char* name, const Tensor& tensor
   if (!kHome.holds(tensor)) fail(op, name, " must be ", kHome.text, ", got ", shape_text(tensor), " elsewhere");
   device_ = {aoti_torch_device_type_cuda(), tensor.get_device_index()};
   const int index = device_.index;
-  info_ = {.multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
-           .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
-           .shared_bytes_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index),
-           .compute_capability = static_cast<int>(10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
-                                                  attribute(cudaDevAttrComputeCapabilityMinor, index))};
+  info_ = {
+      .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
+      .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
+      .shared_bytes_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index),
+      .compute_capability = code_for(static_cast<int>(10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
+                                                      attribute(cudaDevAttrComputeCapabilityMinor, index)))};
   guard_.emplace(index);
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream_));
 }

@@ -7,8 +7,6 @@
 namespace santa::cuda {
 namespace {
 
-constexpr int kBlocksPerChunk = static_cast<int>(kChunkRows / kBlockRows);
-
 // Sums of a chunk that a warp walks 32 rows at a time.
 class ChunkSums {
  public:
@@ -42,6 +40,7 @@ __device__ uint32_t weight_of(uint32_t bits, float maximum) {
   } else {
     if (!is_live(maximum)) return 0;
     const float shifted = __fsub_rn(__uint_as_float(bits), maximum);
+    if (shifted != shifted) return 0;  // a user's score of NaN below a maximum that is a number
     return scalar::integer_weight(kSource == Source::kScores ? shifted : scalar::Isa::min(shifted, 0.0f));
   }
 }
@@ -51,7 +50,7 @@ __device__ uint32_t weight_of(uint32_t bits, float maximum) {
 template <Source kSource>
 __global__ void __launch_bounds__(kThreads) weigh_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
-  let_next_grid_start();
+  if (step.weight_sums != nullptr) let_next_grid_start();  // or there is none of this step
   const DecodeShape& shape = step.params.shape;
   const ChunkRange range = range_of(step.plan.weigh, blockIdx.x);
   const int64_t head = range.unit;
@@ -104,7 +103,8 @@ __device__ void invert_totals(const Step& step, int64_t first, int heads, bool k
     if (lane_id() != 0) continue;
     float row_mass = 1.0f;
     if (step.given_row_mass != nullptr) {
-      row_mass = step.given_row_mass[head];
+      const float given = step.given_row_mass[head];
+      row_mass = given > 0.0f ? scalar::Isa::min(given, 1.0f) : 0.0f;
     } else if (step.maxima != nullptr && is_live(step.maxima[head])) {
       const double lse = log_sum_exp(step.maxima[head], total);
       row_mass = static_cast<float>(row_share(step.params, head % shape.query_heads, lse));

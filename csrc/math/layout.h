@@ -14,6 +14,7 @@ SANTA_HD int64_t chunk_count(int64_t rows) { return (rows + kChunkRows - 1) / kC
 
 // Rows whose weights are also kept as one sum, so that a draw scans little.
 constexpr int64_t kBlockRows = 16;
+constexpr int64_t kBlocksPerChunk = kChunkRows / kBlockRows;
 
 // Scratch arrays of floats have multiples of this many elements: vectors may be written whole.
 constexpr int64_t kPadFloats = 16;
