@@ -1,8 +1,8 @@
 // Stage "gather": weighted sums [B, Hq, Dv] of the rows of V that were drawn.
 //
-// Grid: lists of rows, times blocks of 16 heads, times slices of at most 32 features, flattened; 128 threads. Rows of
-// a slice stream through shared memory, so that many are under way at once, wherever they lie. A thread owns a feature
-// of up to four heads: fp32 in row order within a chunk, fp64 between chunks.
+// Grid: lists of rows, times blocks of 16 heads, times slices of at most 32 features, flattened; 128 threads. Rows
+// of a slice stream through shared memory, so that many are under way at once, wherever they lie. A thread owns a
+// feature of up to four heads: fp32 in row order within a chunk, fp64 between chunks.
 #include "gather_stats.cuh"
 #include "kernels.h"
 #include "tile.cuh"
