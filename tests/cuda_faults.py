@@ -433,7 +433,7 @@ def battery() -> Callable[[Any], None]:
     settings = [
         Setting(),
         # Too little shared memory for all heads of the largest group.
-        Setting(order=1, multiprocessors=4, overlap=True, shared_bytes=42 << 10),
+        Setting(order=1, multiprocessors=4, overlap=True, shared_bytes=81 << 9),
         Setting(order=2, seed=7, resident_blocks=3, multiprocessors=1),
         Setting(order=3, seed=3, resident_blocks=2, multiprocessors=132, overlap=True),
     ]
@@ -567,6 +567,11 @@ def battery() -> Callable[[Any], None]:
                 )  # fmt: skip
                 same(f"draw {method} {samples} of {at}", got, want)
             same("weigh", [ops.weigh(*scores)], [cpu.weigh(*scores)])
+            odd = torch.tensor([[[torch.nan, -1.0, 0.0]]])
+            weighed = ops.weigh(odd, torch.zeros(1, 1))[0, 0]
+            assert weighed[0] == 0, "a score of NaN weighs"
+            assert weighed[2] == 2**30
+            assert not ops.weigh(odd, torch.full((1, 1), -torch.inf)).any(), "a dead head weighs"
             q, k = inputs_of[0][1].q, inputs_of[0][1].k
             whole, part = ops.score(q, k)[0], ops.score(q, k[:, :, 5:])[0]
             same("scores of rows elsewhere", [part], [whole[..., 5:]])
