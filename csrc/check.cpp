@@ -2,6 +2,7 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "math/draws.h"
@@ -11,19 +12,6 @@ namespace santa {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-void check_dim(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, const char* layout) {
-  check_given(op, name, tensor);
-  if (tensor.dim() != dim) fail(op, name, " must have shape ", layout, ", got ", shape_text(tensor));
-}
-
-void check_last_stride(const std::string& op, const char* name, const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    fail(op, name, " must have a last dimension of stride 1, got stride ", tensor.stride(last), " for shape ",
-         shape_text(tensor));
-  }
-}
 
 // Comparisons of torch's own codes: turning each into an enumerator, to compare those, takes a chain of calls.
 bool same_device(const Tensor& a, const Tensor& b) {
@@ -38,26 +26,6 @@ bool same_dtype(const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.get(), &codes[0]));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(b.get(), &codes[1]));
   return codes[0] == codes[1];
-}
-
-Dtype check_dtype(const std::string& op, const char* name, const Tensor& tensor) {
-  check_given(op, name, tensor);
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Dtype::kFloat32;
-    case ScalarType::Half:
-      return Dtype::kFloat16;
-    case ScalarType::BFloat16:
-      return Dtype::kBFloat16;
-    default:
-      fail(op, name, " must be float32, float16 or bfloat16, got ", dtype_text(tensor));
-  }
-}
-
-void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const Tensor& q) {
-  if (!same_dtype(tensor, q)) {
-    fail(op, name, " must have the dtype of q (", dtype_text(q), "), got ", dtype_text(tensor));
-  }
 }
 
 // [B, Hkv, L, D] as one page per sequence that holds all of its rows.
@@ -121,6 +89,42 @@ Lengths check_seq_lens(const std::string& op, const Tensor& seq_lens, const Deco
   return {.data = seq_lens.const_data_ptr(), .stride = seq_lens.stride(0), .wide = wide};
 }
 
+}  // namespace
+
+void check_dim(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, const char* layout) {
+  check_given(op, name, tensor);
+  if (tensor.dim() != dim) fail(op, name, " must have shape ", layout, ", got ", shape_text(tensor));
+}
+
+void check_last_stride(const std::string& op, const char* name, const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+    fail(op, name, " must have a last dimension of stride 1, got stride ", tensor.stride(last), " for shape ",
+         shape_text(tensor));
+  }
+}
+
+Dtype check_dtype(const std::string& op, const char* name, const Tensor& tensor) {
+  check_given(op, name, tensor);
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Dtype::kFloat32;
+    case ScalarType::Half:
+      return Dtype::kFloat16;
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    default:
+      fail(op, name, " must be float32, float16 or bfloat16, got ", dtype_text(tensor));
+  }
+}
+
+void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other,
+                      const Tensor& like) {
+  if (!same_dtype(tensor, like)) {
+    fail(op, name, " must have the dtype of ", other, " (", dtype_text(like), "), got ", dtype_text(tensor));
+  }
+}
+
 PerSequence check_per_sequence(const std::string& op, const char* name, const Tensor& tensor, int64_t batch,
                                const Tensor& like) {
   check_device(op, name, tensor, like);
@@ -130,8 +134,6 @@ PerSequence check_per_sequence(const std::string& op, const char* name, const Te
   }
   return {.data = tensor.const_data_ptr<int64_t>(), .stride = tensor.size(0) == 1 ? 0 : tensor.stride(0)};
 }
-
-}  // namespace
 
 void check_given(const std::string& op, const char* name, const Tensor& tensor) {
   if (!tensor.defined()) fail(op, name, " must be a tensor, got None");
@@ -179,11 +181,12 @@ std::string dtype_text(const Tensor& tensor) {
 DecodeParams check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
                           std::optional<double> scale, const std::optional<Tensor>& mask,
                           const std::optional<Tensor>& seq_lens, std::optional<double> softcap) {
-  const Dtype dtype = check_dtype(op, "q", q);
+  const Dtype q_dtype = check_dtype(op, "q", q);
   check_dim(op, "q", q, 3, "[B, Hq, D]");
   check_dim(op, "k", k, 4, "[B, Hkv, L, D]");
   check_device(op, "k", k, q);
-  check_same_dtype(op, "k", k, q);
+  const Dtype dtype = check_dtype(op, "k", k);
+  if (v != nullptr || q_dtype != Dtype::kFloat32) check_same_dtype(op, "k", k, "q", q);
   if (k.size(0) != q.size(0)) fail(op, "k must have the batch of q (", q.size(0), "), got ", shape_text(k));
   if (k.size(3) != q.size(2)) fail(op, "k must have the head dim of q (", q.size(2), "), got ", shape_text(k));
   if (q.size(2) < 1) fail(op, "q must have a head dim of at least 1, got ", shape_text(q));
@@ -205,13 +208,14 @@ DecodeParams check_decode(const std::string& op, const Tensor& q, const Tensor& 
                   .value_dim = 0,
                   .dtype = dtype};
   params.q = q.const_data_ptr();
+  params.q_dtype = q_dtype;
   params.q_batch_stride = q.stride(0);
   params.q_head_stride = q.stride(1);
   params.k = address_of(k);
   if (v != nullptr) {
     check_dim(op, "v", *v, 4, "[B, Hkv, L, Dv]");
     check_device(op, "v", *v, q);
-    check_same_dtype(op, "v", *v, q);
+    check_same_dtype(op, "v", *v, "q", q);
     for (int64_t d = 0; d < 3; ++d) {
       if (v->size(d) != k.size(d)) {
         fail(op, "v must have the batch, KV heads and rows of k, got k ", shape_text(k), " and v ",
@@ -238,8 +242,16 @@ DecodeParams check_decode(const std::string& op, const Tensor& q, const Tensor& 
 }
 
 void check_lengths(const std::string& op, const DecodeParams& params) {
-  if (params.seq_lens.data == nullptr) return;
-  for (int64_t b = 0; b < params.shape.batch; ++b) {
+  const KeyBlocks& blocks = params.key_blocks;
+  for (int64_t b = 0; blocks.present() && b < params.shape.batch; ++b) {
+    const int64_t held = blocks.rows[b * blocks.rows_stride];
+    const int64_t most = std::min(params.shape.rows, (blocks.capacity + 1) * kSketchRows - 1);
+    if (held < 0 || held > most) {
+      fail(op, "block_rows[", b, "] must be between 0 and ", most, ", for ", params.shape.rows, " rows of k and ",
+           blocks.capacity, " blocks, got ", held);
+    }
+  }
+  for (int64_t b = 0; params.seq_lens.data != nullptr && b < params.shape.batch; ++b) {
     const int64_t length = params.seq_lens[b];
     if (length < 0 || length > params.shape.rows) {
       fail(op, "seq_lens[", b, "] must be between 0 and the rows of k (", params.shape.rows, "), got ", length);

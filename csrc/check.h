@@ -15,12 +15,13 @@ namespace santa {
 
 using torch::stable::Tensor;
 
-// Every argument of a decode step that does not concern drawing or sinks. `v` may be absent (stage "score").
+// Every argument of a decode step that does not concern drawing, sinks or a sketch. Without `v` (stage "score") q
+// may be float32 whatever the keys are: a stochastic query is.
 DecodeParams check_decode(const std::string& op, const Tensor& q, const Tensor& k, const Tensor* v,
                           std::optional<double> scale, const std::optional<Tensor>& mask,
                           const std::optional<Tensor>& seq_lens, std::optional<double> softcap);
 
-// The lengths themselves, of a backend that can read them here and now.
+// Lengths and rows of a sketch themselves, of a backend that can read them here and now.
 void check_lengths(const std::string& op, const DecodeParams& params);
 
 // One logit per query head.
@@ -37,6 +38,17 @@ struct CheckedValues {
   RowAddress address;
 };
 CheckedValues check_values(const std::string& op, const Tensor& v, int64_t batch, int64_t query_heads);
+
+// The dtype of a tensor of floating-point numbers that kernels know.
+Dtype check_dtype(const std::string& op, const char* name, const Tensor& tensor);
+void check_dim(const std::string& op, const char* name, const Tensor& tensor, int64_t dim, const char* layout);
+void check_last_stride(const std::string& op, const char* name, const Tensor& tensor);
+void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other,
+                      const Tensor& like);
+
+// An int64 for each sequence.
+PerSequence check_per_sequence(const std::string& op, const char* name, const Tensor& tensor, int64_t batch,
+                               const Tensor& like);
 
 // A tensor at all: the dispatcher lets None pass for one.
 void check_given(const std::string& op, const char* name, const Tensor& tensor);

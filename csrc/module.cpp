@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/level.h"
+#include "math/bernoulli.h"
 #include "math/draws.h"
 #include "math/philox.h"
 #include "math/weights.h"
@@ -161,6 +162,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("draw_capacity", &santa::draw_capacity, py::arg("shared"), py::arg("samples"), py::arg("group_size"),
         "Most rows that a draw can return, before the cut at the number of rows.");
   m.attr("MAX_SAMPLES") = santa::kMaxSamples;
+  m.attr("MAX_BERNOULLI_DRAWS") = santa::kMaxBernoulliDraws;
   m.def("plan_cpu", &plan_cpu, py::arg("batch"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("rows"),
         py::arg("head_dim"), py::arg("value_dim"), py::arg("method"), "Scratch plan of a CPU decode step.");
   m.def("plan_launch", &plan_launch, py::arg("sizes"), py::arg("dtype"), py::arg("method"), py::arg("samples"),

@@ -73,6 +73,9 @@ class Output {
   std::unique_ptr<AtenTensorOpaque, Delete> handle_;
 };
 
+// Numbers of a KeysRead.
+constexpr int64_t kKeysReadNumbers = sizeof(KeysRead) / sizeof(int64_t);
+
 // What a decode step returns, in the order of its schema; statistics have no elements unless asked for.
 class DecodeOutputs {
  public:
@@ -80,8 +83,8 @@ class DecodeOutputs {
   DecodeOutputs(DecodeParams* params, torch::headeronly::ScalarType dtype, bool return_stats, Device device)
       : out_({params->shape.batch, params->shape.query_heads, params->shape.value_dim}, dtype, device),
         lse_({params->shape.batch, params->shape.query_heads}, torch::headeronly::ScalarType::Float, device),
-        key_rows_({return_stats ? params->shape.batch : 0, params->shape.kv_heads},
-                  torch::headeronly::ScalarType::Long, device),
+        keys_read_({return_stats ? params->shape.batch : 0, params->shape.kv_heads, kKeysReadNumbers},
+                   torch::headeronly::ScalarType::Long, device),
         value_rows_({return_stats ? params->shape.batch : 0, params->shape.kv_heads},
                     torch::headeronly::ScalarType::Long, device),
         squared_error_({return_stats ? params->shape.batch : 0, params->shape.query_heads},
@@ -89,18 +92,18 @@ class DecodeOutputs {
     params->out = out_.data<void>();
     params->lse = lse_.data<float>();
     if (!return_stats) return;
-    params->key_rows = key_rows_.data<int64_t>();
+    params->keys_read = keys_read_.data<KeysRead>();
     params->value_rows = value_rows_.data<int64_t>();
     params->squared_error = squared_error_.data<float>();
   }
 
   using Handles = std::tuple<Output::Handle, Output::Handle, Output::Handle, Output::Handle, Output::Handle>;
   Handles release() {
-    return {out_.release(), lse_.release(), key_rows_.release(), value_rows_.release(), squared_error_.release()};
+    return {out_.release(), lse_.release(), keys_read_.release(), value_rows_.release(), squared_error_.release()};
   }
 
  private:
-  Output out_, lse_, key_rows_, value_rows_, squared_error_;
+  Output out_, lse_, keys_read_, value_rows_, squared_error_;
 };
 
 }  // namespace santa

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "math/host_device.h"
+#include "math/layout.h"
 
 // Plain structs that carry a decode step below torch: pointers with their shapes beside them. Nothing under
 // this line of includes knows torch. All strides count elements and are 64-bit before the first product.
@@ -11,7 +12,7 @@ namespace santa {
 enum class Dtype : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 constexpr int kDtypes = 3;
 
-constexpr int64_t element_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+SANTA_HD constexpr int64_t element_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 enum class Method : uint8_t { kDense, kMultinomial, kStratified, kSystematic, kShared };
 
@@ -56,6 +57,58 @@ struct RowAddress {
   }
 };
 
+// An int64 per sequence, or one for all (stride 0).
+struct PerSequence {
+  const int64_t* data = nullptr;  // [B] or [1]
+  int64_t stride = 0;
+
+  SANTA_HD int64_t operator[](int64_t b) const { return data[b * stride]; }
+};
+
+// Keys once more, in blocks of kSketchRows rows that lie feature by feature.
+struct KeyBlocks {
+  const void* data = nullptr;  // [B, Hkv, capacity, D, kSketchRows] in the dtype of the keys, or null; a block
+                               // is one piece of memory
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t block_stride = 0;
+  int64_t capacity = 0;           // blocks
+  const int64_t* rows = nullptr;  // [B]: rows held; those past the last whole block are not in `data`
+  int64_t rows_stride = 0;
+
+  SANTA_HD bool present() const { return data != nullptr; }
+  // Rows of whole blocks: they are scored from here, all others from the keys.
+  SANTA_HD int64_t packed_rows(int64_t b) const {
+    if (!present()) return 0;
+    const int64_t held = rows[b * rows_stride];
+    const int64_t blocks = held < 0 ? 0 : held / kSketchRows;
+    return (blocks < capacity ? blocks : capacity) * kSketchRows;
+  }
+  SANTA_HD int64_t offset(int64_t b, int64_t h, int64_t block) const {
+    return b * batch_stride + h * head_stride + block * block_stride;
+  }
+};
+
+// Rows on their way into such blocks.
+struct AppendParams {
+  DecodeShape shape;  // its batch, KV heads, rows (those of k), head dim and dtype
+  RowAddress k;       // [B, Hkv, n, D]
+  void* blocks;       // [B, Hkv, capacity, D, kSketchRows]
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t block_stride;
+  int64_t capacity;
+  void* open;            // [B, Hkv, kSketchRows, D], contiguous: rows of the block that is not whole yet
+  int64_t* rows;         // [B], contiguous: rows held, before and after
+  PerSequence num_rows;  // null data: all rows of k
+};
+
+// The stochastic query that takes the place of q in every score.
+struct BernoulliParams {
+  int64_t draws = 0;  // 0: the query itself
+  bool shared = true;
+};
+
 // Which rows a head attends. A mask selects rows; an additive mask moves the scores of those it selects.
 struct MaskParams {
   enum class Kind : uint8_t { kNone, kBool, kFloat32, kFloat16, kBFloat16 };
@@ -75,14 +128,6 @@ struct SinkParams {
   const void* data = nullptr;  // [Hq], or null without sinks
   int64_t stride = 0;
   Dtype dtype = Dtype::kFloat32;
-};
-
-// An int64 per sequence, or one for all (stride 0).
-struct PerSequence {
-  const int64_t* data = nullptr;  // [B] or [1]
-  int64_t stride = 0;
-
-  SANTA_HD int64_t operator[](int64_t b) const { return data[b * stride]; }
 };
 
 // Rows of each sequence, int32 or int64.
@@ -106,13 +151,24 @@ struct DrawParams {
   int64_t head_offset;  // global index of the first query head
 };
 
+// What a step reads of the keys of one KV head.
+struct KeysRead {
+  int64_t rows;      // attended by some head
+  int64_t features;  // used by the query of some head
+  int64_t bytes;
+};
+
 struct DecodeParams {
   DecodeShape shape;
   const void* q;  // [B, Hq, D]
+  Dtype q_dtype;  // that of the keys, or float32
   int64_t q_batch_stride;
   int64_t q_head_stride;
   RowAddress k;  // [B, Hkv, L, D]
   RowAddress v;  // [B, Hkv, L, Dv]
+  KeyBlocks key_blocks;
+  BernoulliParams bernoulli;
+  bool sparse_query = false;  // features that no head of a group uses are not read from key_blocks
   float scale;
   float softcap = 0.0f;  // c: scores become c tanh(score / c) before the mask; 0 leaves them
   MaskParams mask;       // [B, Hq, L]
@@ -122,7 +178,7 @@ struct DecodeParams {
 
   void* out;                       // [B, Hq, Dv], contiguous, of the inputs' dtype
   float* lse;                      // [B, Hq]
-  int64_t* key_rows = nullptr;     // [B, Hkv], null without statistics
+  KeysRead* keys_read = nullptr;   // [B, Hkv], null without statistics
   int64_t* value_rows = nullptr;   // [B, Hkv]
   float* squared_error = nullptr;  // [B, Hq]
 };

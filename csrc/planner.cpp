@@ -16,7 +16,7 @@ constexpr int64_t kLineBytes = 64;  // threads write neighbouring pieces
 
 }  // namespace
 
-CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
+CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows, bool blocks_of_keys) {
   const bool sampled = method != Method::kDense;
   const bool shared = method == Method::kShared;
   const int64_t heads = shape.batch * shape.query_heads;
@@ -26,12 +26,14 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
   plan.rows = rows;
   plan.chunks = chunk_count(rows);
   plan.query_stride = pad(shape.head_dim, kPairFloats);
+  plan.block_stride = pad(shape.group_size(), kHeadPad);
   plan.value_stride = pad(shape.value_dim);
 
   const int64_t padded_rows = plan.chunks * kChunkRows;
   const int64_t blocks = padded_rows / kBlockRows;
   Carver carver(kLineBytes);
   plan.query = carver.take({heads, plan.query_stride, 4});
+  plan.used_features = carver.take({groups, 8});
   plan.chunk_maxima = carver.take({heads, plan.chunks, 4});
   plan.maxima = carver.take({heads, 4});
   if (sampled) {
@@ -48,6 +50,11 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows) {
   if (!sampled) {
     plan.partial_sums = carver.take({heads, plan.chunks, 4});
     plan.partial_out = carver.take({heads, plan.chunks, plan.value_stride, 4});
+  }
+  if (blocks_of_keys) {
+    plan.block_query = carver.take({groups, shape.head_dim, plan.block_stride, 4});
+    plan.features = carver.take({groups, shape.head_dim, 4});
+    plan.lane_ends = carver.take({groups, kMaxLanes, 4});
   }
   plan.bytes = carver.end();
   return plan;

@@ -14,9 +14,11 @@ struct CpuPlan {
   int64_t rows;          // rows scored: the longest sequence of the batch
   int64_t chunks;        // of kChunkRows rows each, per sequence
   int64_t query_stride;  // floats between heads of the fp32 query
+  int64_t block_stride;  // floats between features of the queries beside key_blocks
   int64_t value_stride;  // floats between heads of partial outputs
 
   int64_t query;           // float    [B, Hq, query_stride]
+  int64_t used_features;   // int64    [B, Hkv]: how many features of K the query uses
   int64_t chunk_maxima;    // float    [B, Hq, chunks]
   int64_t maxima;          // float    [B, Hq]
   int64_t totals;          // uint64   [B, Hq]: sums of weights; sampled methods
@@ -28,12 +30,16 @@ struct CpuPlan {
   int64_t block_sums;      // uint64   [B, draw heads, chunks * kChunkRows / kBlockRows]; sampled methods
   int64_t partial_sums;    // float    [B, Hq, chunks]; dense
   int64_t partial_out;     // float    [B, Hq, chunks, value_stride]; dense
+  int64_t block_query;     // float    [B, Hkv, D, block_stride]: feature by feature; with key_blocks
+  int64_t features;        // int32    [B, Hkv, D]: features that are read of key_blocks, in their order
+  int64_t lane_ends;       // int32    [B, Hkv, kMaxLanes]: where each lane's features end among them
   int64_t bytes;
 
   std::string to_string() const;
 };
 
-CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows);
+// With `blocks` some rows are scored from key_blocks.
+CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows, bool blocks = false);
 
 // What a plan wants to know of a GPU.
 struct DeviceInfo {

@@ -11,9 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from santa_torch import _load, reference
-from santa_torch.config import METHODS, SantaConfig
+from santa_torch.config import METHODS, BernoulliConfig, SantaConfig
 from santa_torch.info import build_info
-from santa_torch.ops import DecodeOutput, decode, draw, gather, score, weigh
+from santa_torch.ops import (
+    DecodeOutput,
+    bernoulli_query,
+    decode,
+    draw,
+    gather,
+    score,
+    weigh,
+)
+from santa_torch.sketch import KeySketch
 from santa_torch.stats import DecodeStats
 
 if TYPE_CHECKING:
@@ -23,9 +32,12 @@ __version__: str = _load.C.build_info()["version"]
 
 __all__ = [
     "METHODS",
+    "BernoulliConfig",
     "DecodeOutput",
     "DecodeStats",
+    "KeySketch",
     "SantaConfig",
+    "bernoulli_query",
     "build_info",
     "decode",
     "draw",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 #: Estimators of ``santa_torch.decode``, in the order of the table in ``docs/``.
 METHODS = ("dense", "multinomial", "stratified", "systematic", "shared")
@@ -17,7 +16,44 @@ METHODS = ("dense", "multinomial", "stratified", "systematic", "shared")
 #: Largest S whose fp32 form is exact, which the inclusion probabilities need.
 MAX_SAMPLES = 2**24
 
+#: Most draws of a Bernoulli query, of the operators too.
+MAX_BERNOULLI_DRAWS = 1024
+
 _QUERY_ROWS = ("decode", "all")
+_SKETCH_BITS, _LATER_SKETCH_BITS = (16, 32), (8, 4, 2)
+
+
+@dataclass(frozen=True)
+class BernoulliConfig:
+    """Settings of Bernoulli scores: a stochastic query that leaves out features of the keys.
+
+    Parameters
+    ----------
+    draws : int
+        How often each feature is drawn, 1 to 1024. More draws use more features, with less noise.
+    shared : bool
+        True: one sample of features per key/value head, drawn from the query heads of its group
+        together. False: one per query head, as in the SANTA paper; a group then reads the union.
+
+    Raises
+    ------
+    ValueError
+        Names the argument and the value that cannot be used.
+
+    Examples
+    --------
+    >>> BernoulliConfig(draws=4)
+    BernoulliConfig(draws=4, shared=True)
+    """
+
+    draws: int = 8
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        draws = _integer("draws", self.draws, 1, MAX_BERNOULLI_DRAWS)
+        object.__setattr__(self, "draws", draws)  # the documented way in a frozen class
+        if not isinstance(self.shared, bool):
+            raise ValueError(f"shared must be True or False, got {self.shared!r}")
 
 
 @dataclass(frozen=True)
@@ -45,15 +81,21 @@ class SantaConfig:
         ``"decode"``: forwards of one query row per sequence are sampled, those of several (prefill,
         scoring, verification of drafts) are exact. ``"all"``: every row is sampled, and draws what
         a decoding step at its place draws. Prefill then costs a decoding step per token.
-    sketch_bits, planes, bernoulli
-        Low-precision keys and Bernoulli scores. Not available yet: only the defaults.
+    sketch_bits : int or None
+        Keep the keys once more, feature by feature, in this many bits: 16 for models in float16 or
+        bfloat16, 32 for float32. Needs ``SantaCache(model.config, config=...)``, which keeps them.
+    planes : bool
+        Keys in two 4-bit planes. Not available yet: only False.
+    bernoulli : BernoulliConfig or None
+        Score with a stochastic query. Bytes are saved only together with ``sketch_bits``: without,
+        the result is the same and every feature is read.
 
     Raises
     ------
     ValueError
         Names the argument and the value that cannot be used.
     NotImplementedError
-        An argument of a later version has a value other than its default.
+        An argument has a value of a later version.
 
     Examples
     --------
@@ -69,7 +111,7 @@ class SantaConfig:
     query_rows: str = "decode"
     sketch_bits: int | None = None
     planes: bool = False
-    bernoulli: Any = None
+    bernoulli: BernoulliConfig | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -92,7 +134,14 @@ class SantaConfig:
                 f"dense_below={self.dense_below} is for query_rows='decode': under 'all' the rows "
                 "of one forward would lie on both sides of it"
             )
-        self._refuse_later_arguments()
+        if self.sketch_bits is not None:
+            self._normalise("sketch_bits", _sketch_bits(self.sketch_bits))
+        if self.planes is not False:
+            raise NotImplementedError(
+                f"planes={self.planes!r} is not available in this version, only False"
+            )
+        if self.bernoulli is not None and not isinstance(self.bernoulli, BernoulliConfig):
+            raise ValueError(f"bernoulli must be a BernoulliConfig or None, got {self.bernoulli!r}")
 
     def selects(self, layer: int) -> bool:
         """Whether attention of layer ``layer`` (0-based) is sampled."""
@@ -100,18 +149,6 @@ class SantaConfig:
 
     def _normalise(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the documented way to set a field of a frozen class
-
-    def _refuse_later_arguments(self) -> None:
-        for name, default in (
-            ("sketch_bits", None),
-            ("planes", False),
-            ("bernoulli", None),
-        ):
-            value = getattr(self, name)
-            if value != default:
-                raise NotImplementedError(
-                    f"{name}={value!r} is not available in this version, only {default!r}"
-                )
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -125,6 +162,17 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {number}")
     return number
+
+
+def _sketch_bits(value: object) -> int:
+    bits = _integer("sketch_bits", value, 1, 32)
+    if bits in _LATER_SKETCH_BITS:
+        raise NotImplementedError(
+            f"sketch_bits={bits} is not available in this version, only None, 16 and 32"
+        )
+    if bits not in _SKETCH_BITS:
+        raise ValueError(f"sketch_bits must be None, 16 or 32, got {bits}")
+    return bits
 
 
 def _layer_tuple(layers: object) -> tuple[int, ...]:

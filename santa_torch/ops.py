@@ -14,11 +14,21 @@ import torch
 
 from santa_torch import _load
 from santa_torch import fakes as _fakes  # noqa: F401  registers the operators' fakes
-from santa_torch.config import METHODS
+from santa_torch.config import METHODS, BernoulliConfig
 from santa_torch.inference import gradients_asked, inference_only
+from santa_torch.sketch import KeySketch
 from santa_torch.stats import DecodeStats, decode_stats
 
-__all__ = ["METHODS", "DecodeOutput", "decode", "draw", "gather", "score", "weigh"]
+__all__ = [
+    "METHODS",
+    "DecodeOutput",
+    "bernoulli_query",
+    "decode",
+    "draw",
+    "gather",
+    "score",
+    "weigh",
+]
 
 _CUDA = _load.CUDA_MODULE == "loaded"
 _DEVICES = "'cpu' and 'cuda'" if _CUDA else "'cpu'"
@@ -58,8 +68,8 @@ def decode(
     position: int | torch.Tensor | None = None,
     layer: int = 0,
     head_offset: int = 0,
-    sketch: Any = None,
-    bernoulli: Any = None,
+    sketch: KeySketch | None = None,
+    bernoulli: BernoulliConfig | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     target_error: float | None = None,
@@ -125,7 +135,14 @@ def decode(
         that takes its share of the softmax and has no value (attention sinks of gpt-oss). Rows are
         sampled among themselves and the result is multiplied by their share, so that no draw falls
         on a sink.
-    sketch, bernoulli, target_error
+    sketch : KeySketch, optional
+        The keys once more, feature by feature. Rows of its whole blocks are scored from it, all
+        others from ``k``. It has to hold the first rows of ``k``; whether it does is not checked.
+    bernoulli : BernoulliConfig, optional
+        Score with the stochastic query of ``bernoulli_query`` in the place of ``q``. Of rows in a
+        ``sketch`` only the features that it uses are loaded; without a sketch nothing is saved.
+        Scores stay unbiased, attention does not: ``docs/bernoulli.md``.
+    target_error
         Not available yet.
     return_lse, return_stats : bool
         Return a ``DecodeOutput`` with the log-sum-exp or with statistics.
@@ -164,13 +181,8 @@ def decode(
     >>> santa_torch.decode(q, k, v, samples=128).shape
     torch.Size([1, 8, 64])
     """
-    if not (block_table is sketch is bernoulli is target_error is None):
-        _refuse_later_arguments(
-            block_table=block_table,
-            sketch=sketch,
-            bernoulli=bernoulli,
-            target_error=target_error,
-        )
+    if not (block_table is target_error is None):
+        _refuse_later_arguments(block_table=block_table, target_error=target_error)
     if samples is None:
         if method != "dense":
             raise ValueError(f"decode: samples must be given for method {method!r}, got None")
@@ -185,6 +197,8 @@ def decode(
         given["seq_lens"] = seq_lens
     if sinks is not None:
         given["sinks"] = sinks
+    if sketch is not None:
+        given["key_blocks"], given["block_rows"] = _sketch_tensors(sketch)
     _require_kernels(q=q, k=k, v=v, **given)
     sources: tuple[torch.Tensor, ...] | None = None
     if gradients_asked(q, k, v, mask, sinks):
@@ -201,9 +215,14 @@ def decode(
         given["layer"] = _integer("layer", layer)
     if type(head_offset) is not int or head_offset != 0:
         given["head_offset"] = _integer("head_offset", head_offset)
+    if bernoulli is not None:
+        if not isinstance(bernoulli, BernoulliConfig):
+            raise ValueError(f"bernoulli must be a BernoulliConfig or None, got {bernoulli!r}")
+        given["bernoulli_draws"] = bernoulli.draws
+        given["bernoulli_shared"] = bernoulli.shared
     if return_stats is not False:
         given["return_stats"] = return_stats
-    out, lse, key_rows, value_rows, squared_error = torch.ops.santa.decode(
+    out, lse, keys_read, value_rows, squared_error = torch.ops.santa.decode(
         q,
         k,
         v,
@@ -219,13 +238,79 @@ def decode(
     stats = None
     if return_stats:
         stats = decode_stats(
-            key_rows,
+            keys_read,
             value_rows,
             squared_error,
             key_bytes=k.shape[3] * k.element_size(),
             value_bytes=v.shape[3] * v.element_size(),
         )
     return DecodeOutput(out, lse if return_lse else None, stats)
+
+
+def bernoulli_query(
+    q: torch.Tensor,
+    *,
+    draws: int,
+    shared: bool = True,
+    kv_heads: int,
+    seed: int | torch.Tensor = 0,
+    position: int | torch.Tensor,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> torch.Tensor:
+    """A stochastic query with the expectation ``q``, many of whose features are 0.
+
+    What ``decode(bernoulli=...)`` scores with. A feature that is 0 for all query heads of a group
+    need not be loaded of the group's keys.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, Hq, D]``, float32, float16 or bfloat16, last stride 1.
+    draws : int
+        n, between 1 and 1024.
+    shared : bool
+        False: with M the largest ``|q_d|`` of a head, the mean of n ternary queries, each of which
+        has feature d equal to ``sign(q_d) M`` with probability ``|q_d| / M`` and to 0 otherwise
+        (arXiv 2605.01910). True: one sample of features for all heads of a group. With
+        ``m_d = sqrt(sum_h q_hd^2)`` feature d is included with probability
+        ``pi_d = 1 - (1 - m_d / max m)^n``, that with which n ternary draws of m would touch it, by
+        one systematic draw; it is then ``q_hd / pi_d`` for head h (Horvitz and Thompson 1952).
+    kv_heads : int
+        Hkv, a divisor of Hq.
+    seed, position, layer, head_offset
+        As in ``decode``; ``position`` must be given.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[B, Hq, D]``. Probabilities are rounded to multiples of 2^-30. A head with NaN or
+        infinite features is NaN and does not weigh on the others.
+
+    Raises
+    ------
+    ValueError
+        An argument has a wrong shape, dtype, device or value; the message names it and the value.
+
+    Examples
+    --------
+    >>> q = torch.randn(1, 8, 64)
+    >>> query = santa_torch.bernoulli_query(q, draws=4, kv_heads=2, position=1)
+    >>> int((query == 0).sum()) > 0
+    True
+    """
+    _require_kernels(q=q)
+    query: torch.Tensor = torch.ops.santa.bernoulli_query(
+        q.detach(),
+        draws=_integer("draws", draws),
+        shared=shared,
+        kv_heads=_integer("kv_heads", kv_heads),
+        seed=_as_tensor("seed", seed, q),
+        position=_as_tensor("position", position, q),
+        layer=_integer("layer", layer),
+        head_offset=_integer("head_offset", head_offset),
+    )
+    return inference_only(query, q)
 
 
 def score(
@@ -236,13 +321,18 @@ def score(
     mask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     softcap: float | None = None,
+    sketch: KeySketch | None = None,
+    sparse_query: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of every row: the first stage of ``decode``.
+    """Scores of every row: a stage of ``decode``.
 
     Parameters
     ----------
-    q, k, scale, mask, seq_lens, softcap
-        As in ``decode``.
+    q, k, scale, mask, seq_lens, softcap, sketch
+        As in ``decode``. ``q`` may be float32 whatever ``k`` is, as ``bernoulli_query`` returns it.
+    sparse_query : bool
+        Of rows in the ``sketch``, load only features of which ``q`` is neither 0 nor NaN for some
+        head of the group.
 
     Returns
     -------
@@ -254,6 +344,7 @@ def score(
         NaN.
     """
     _require_kernels(q=q, k=k, **_given(mask=mask, seq_lens=seq_lens))
+    key_blocks, block_rows = (None, None) if sketch is None else _sketch_tensors(sketch)
     scores, maxima = torch.ops.santa.score(
         q.detach(),
         k.detach(),
@@ -261,6 +352,9 @@ def score(
         mask=None if mask is None else mask.detach(),
         seq_lens=seq_lens,
         softcap=_number("softcap", softcap),
+        key_blocks=key_blocks,
+        block_rows=block_rows,
+        sparse_query=sparse_query,
     )
     sources = q, k, *_given(mask=mask).values()
     return inference_only(scores, *sources), inference_only(maxima, *sources)
@@ -364,6 +458,12 @@ def gather(
     _require_kernels(rows=rows, coefficients=coefficients, num_rows=num_rows, v=v)
     out: torch.Tensor = torch.ops.santa.gather(rows, coefficients.detach(), num_rows, v.detach())
     return inference_only(out, coefficients, v)
+
+
+def _sketch_tensors(sketch: KeySketch) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(sketch, KeySketch):
+        raise ValueError(f"sketch must be a KeySketch or None, got {type(sketch).__name__}")
+    return sketch.blocks, sketch.rows
 
 
 def _integer(name: str, value: Any) -> int:

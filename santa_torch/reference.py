@@ -5,6 +5,7 @@ weights and thresholds are the exact integers of the kernels, so that ``draw`` h
 ``torch.ops.santa.draw`` return the same rows for the same weights. The stages have the names they
 have everywhere:
 
+    bernoulli_query  q      -> q           stochastic, with features that are 0
     score   q, k            -> scores, maxima
     weigh   scores, maxima  -> weights     integers in units of 2^-30
     draw    weights         -> rows, counts, num_rows
@@ -15,16 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from santa_torch.config import MAX_SAMPLES, METHODS
+from santa_torch.config import MAX_SAMPLES, METHODS, BernoulliConfig
 from santa_torch.ops import DecodeOutput, _as_tensor, _refuse_later_arguments
+from santa_torch.sketch import KeySketch
 from santa_torch.stats import decode_stats
 
 ONE = 2**30  # a weight or an inclusion probability of 1
 WORD = 2**32
+VALUES, FEATURES = 0, 1  # streams of random numbers: draws of V rows, draws of features of K
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -45,14 +48,113 @@ def philox4x32(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def random64(seed: int, position: int, layer: int, head: int, draw: int) -> int:
-    """64 random bits of one draw: a pure function of where the draw happens."""
+def random_words(
+    seed: int, position: int, layer: int, head: int, draw: int, stream: int
+) -> list[int]:
+    """Four random words of one draw: a pure function of where the draw happens."""
     seed %= 2**64
-    stream = 0  # draws of value rows
-    word = philox4x32(
+    return philox4x32(
         (position % WORD, draw, stream << 24 | layer, head), (seed % WORD, seed // WORD)
     )
+
+
+def random64(
+    seed: int, position: int, layer: int, head: int, draw: int, stream: int = VALUES
+) -> int:
+    """64 random bits of one draw."""
+    word = random_words(seed, position, layer, head, draw, stream)
     return word[1] * WORD + word[0]
+
+
+# ---- bernoulli_query -----------------------------------------------------------------------------
+
+
+def bernoulli_query(
+    q: torch.Tensor,
+    *,
+    draws: int,
+    shared: bool = True,
+    kv_heads: int,
+    seed: int | torch.Tensor = 0,
+    position: int | torch.Tensor,
+    layer: int = 0,
+    head_offset: int = 0,
+) -> torch.Tensor:
+    """``santa_torch.bernoulli_query``, to the bit: float32 ``[B, Hq, D]``."""
+    batch, heads, _ = q.shape
+    seeds = _as_tensor("seed", seed, q).expand(batch).tolist()
+    positions = _as_tensor("position", position, q).expand(batch).tolist()
+    group = heads // kv_heads
+    out = torch.empty(q.shape, dtype=torch.float32)
+    for b in range(batch):
+        for first in range(0, heads, group):
+
+            def words(h: int, draw: int, b: int = b, first: int = first) -> list[int]:
+                head = head_offset + first + h
+                return random_words(seeds[b], positions[b], layer, head, draw, FEATURES)
+
+            queries = q[b, first : first + group].float()
+            random_query = one_sample if shared else ternary_means
+            out[b, first : first + group] = random_query(queries, draws, words)
+    return out
+
+
+def ternary_means(
+    q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]
+) -> torch.Tensor:
+    """Means of ternary queries, one per head; ``[G, D]`` (arXiv 2605.01910)."""
+    out = torch.full_like(q, math.nan)
+    for h, query in enumerate(q):
+        largest = query.abs().max()
+        if not largest.isfinite():
+            continue
+        if largest == 0:
+            out[h] = 0.0
+            continue
+        chances = ((query.abs() / largest).double() * ONE).round()
+        for d in range(len(query)):
+            blocks = ((i, words(h, i // 4 * len(query) + d)) for i in range(0, draws, 4))
+            drawn = [word >> 2 for i, block in blocks for word in block[: draws - i]]
+            count = sum(number < chances[d].item() for number in drawn)
+            size = largest.double() * count / draws
+            out[h, d] = torch.where(query[d] < 0, -size, size)
+    return out + 0.0  # no negative zeros
+
+
+def one_sample(q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]) -> torch.Tensor:
+    """One Horvitz-Thompson sample of features for all heads of a group; ``[G, D]``."""
+    finite = q.isfinite().all(-1)
+    out = torch.where(finite[:, None], 0.0, math.nan) * torch.ones_like(q)
+    largest = torch.cat([q[finite].abs().flatten(), torch.zeros(1)]).max()
+    if largest == 0:
+        return out
+    square = torch.zeros(q.shape[1])
+    for query in q[finite]:
+        square = square + (query / largest) * (query / largest)
+    size = square.double().sqrt().float()
+    missed, power = torch.ones(len(size)).double(), 1 - (size / size.max()).double()
+    n = draws
+    while n:  # missed = power ** draws, in the order of the kernels
+        missed = missed * power if n % 2 else missed
+        power, n = power * power, n // 2
+    inclusion = ((1 - missed) * ONE).round().long()
+    low, high, *_ = words(0, 0)
+    points = torch.tensor(
+        thresholds("shared", 1, int(inclusion.sum()), lambda _: high * WORD + low)
+    )
+    drawn = torch.searchsorted(inclusion.cumsum(0), points, right=True).unique()
+    expanded = q[:, drawn].double() * ONE / inclusion[drawn].double()
+    out[:, drawn] = torch.where(finite[:, None], expanded.float(), math.nan)
+    return out
+
+
+def used_features(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Which features some head of a group needs, bool ``[B, Hkv, D]``; at least one."""
+    batch, heads, dim = q.shape
+    needs = (q != 0) & ~q.isnan()
+    used = needs.view(batch, kv_heads, heads // kv_heads, dim).any(2)
+    used[..., 0] |= ~used.any(-1)
+    return used
 
 
 # ---- score and weigh -----------------------------------------------------------------------------
@@ -96,6 +198,40 @@ def score(
     scores = torch.where(attends, raw + bias, -math.inf)
     none = torch.full((*scores.shape[:2], 1), -math.inf, dtype=torch.float64)
     return scores, torch.cat([scores, none], -1).amax(-1)
+
+
+def keys_of(k: torch.Tensor, sketch: KeySketch | None) -> torch.Tensor:
+    """The keys that are scored: those of the sketch's whole blocks, all others from ``k``."""
+    if sketch is None:
+        return k
+    keys = k.clone()
+    for b, packed in enumerate(_packed_rows(sketch)):
+        blocks = sketch.blocks[b, :, : packed // 64]  # [Hkv, blocks, D, 64]
+        keys[b, :, :packed] = blocks.transpose(-1, -2).flatten(1, 2)
+    return keys
+
+
+def _packed_rows(sketch: KeySketch) -> list[int]:
+    return [min(rows // 64, sketch.blocks.shape[2]) * 64 for rows in sketch.rows.tolist()]
+
+
+def keys_read(
+    attends: torch.Tensor, used: torch.Tensor, sketch: KeySketch | None, row_bytes: int
+) -> torch.Tensor:
+    """Rows, features and bytes read of K, int64 ``[B, Hkv, 3]``.
+
+    ``attends`` ``[B, Hkv, L]`` says which rows some head attends, ``used`` ``[B, Hkv, D]`` which
+    features.
+    """
+    rows, features = attends.sum(-1), used.sum(-1)
+    bytes_read = rows * row_bytes
+    if sketch is not None:
+        for b, packed in enumerate(_packed_rows(sketch)):
+            blocks = attends[b, :, :packed].unflatten(-1, (packed // 64, 64)).any(-1).sum(-1)
+            open_rows = attends[b, :, packed:].sum(-1)
+            run_bytes = 64 * row_bytes // used.shape[-1]
+            bytes_read[b] = open_rows * row_bytes + blocks * features[b] * run_bytes
+    return torch.stack([rows, features, bytes_read], -1)
 
 
 def weigh(scores: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
@@ -251,8 +387,8 @@ def decode(
     position: int | torch.Tensor | None = None,
     layer: int = 0,
     head_offset: int = 0,
-    sketch: Any = None,
-    bernoulli: Any = None,
+    sketch: KeySketch | None = None,
+    bernoulli: BernoulliConfig | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     target_error: float | None = None,
@@ -267,20 +403,36 @@ def decode(
     """
     _refuse_later_arguments(
         block_table=block_table,
-        sketch=sketch,
-        bernoulli=bernoulli,
         target_error=target_error,
     )
     _check(method, samples)
     (batch, heads, _), (_, kv_heads, length, value_dim) = q.shape, v.shape
     group = heads // kv_heads
     attends, _ = attended(q, length, mask, seq_lens)
-    scores, maxima = score(q, k, scale=scale, mask=mask, seq_lens=seq_lens, softcap=softcap)
+    if position is None:
+        position = torch.where(attends.any(1), torch.arange(1, length + 1), 0)
+        position = torch.nn.functional.pad(position, (0, 1)).amax(-1)
+    used = torch.ones(batch, kv_heads, q.shape[2], dtype=torch.bool)
+    if bernoulli is not None:
+        q = bernoulli_query(
+            q,
+            draws=bernoulli.draws,
+            shared=bernoulli.shared,
+            kv_heads=kv_heads,
+            seed=seed,
+            position=position,
+            layer=layer,
+            head_offset=head_offset,
+        )
+        used = used_features(q, kv_heads)
+    scores, maxima = score(
+        q, keys_of(k, sketch), scale=scale, mask=mask, seq_lens=seq_lens, softcap=softcap
+    )
     sink = torch.full((heads,), -math.inf) if sinks is None else sinks
     sink = sink.double().expand(batch, heads)
     maxima = torch.where(sink < math.inf, maxima, sink)  # a bad sink spoils its head
-    key_rows = attends.view(batch, kv_heads, group, length).any(2).sum(-1)
-    value_rows = key_rows.clone()
+    of_group = attends.view(batch, kv_heads, group, length).any(2)
+    value_rows = of_group.sum(-1)
     out = torch.zeros(batch, heads, value_dim, dtype=torch.float64)
     errors = torch.zeros(batch, heads, dtype=torch.float64)
     every_head = [(b, h) for b in range(batch) for h in range(heads)]
@@ -298,9 +450,6 @@ def decode(
         total = weights.sum(-1)
         lse = maxima + (total.double() / ONE).log()
         row_mass = torch.sigmoid(lse - sink).float()
-        if position is None:
-            position = torch.where(attends.any(1), torch.arange(1, length + 1), 0)
-            position = torch.nn.functional.pad(position, (0, 1)).amax(-1)
         drawn = draw(
             weights,
             samples=samples,
@@ -340,11 +489,12 @@ def decode(
         return out
     stats = None
     if return_stats:
+        key_bytes = k.shape[3] * k.element_size()
         stats = decode_stats(
-            key_rows,
+            keys_read(of_group, used, sketch, key_bytes),
             value_rows,
             errors,
-            key_bytes=k.shape[3] * k.element_size(),
+            key_bytes=key_bytes,
             value_bytes=value_dim * v.element_size(),
         )
     return DecodeOutput(out, lse if return_lse else None, stats)

@@ -13,11 +13,16 @@ class DecodeStats(NamedTuple):
     Attributes
     ----------
     key_rows : Tensor
-        int64 ``[B, Hkv]``: K rows loaded, those that some head of the group attends.
+        int64 ``[B, Hkv]``: K rows scored, those that some head of the group attends.
+    key_features : Tensor
+        int64 ``[B, Hkv]``: features of K that the query uses: D, or with Bernoulli scores those
+        that were drawn for some head of the group. Of rows in a ``KeySketch`` only these are
+        loaded.
     value_rows : Tensor
         int64 ``[B, Hkv]``: distinct V rows loaded for the heads of the group together.
     bytes_read : Tensor
-        int64 ``[B, Hkv]``: bytes of those K and V rows.
+        int64 ``[B, Hkv]``: bytes loaded of K and V. A ``KeySketch`` is loaded in runs of 64 rows of
+        a feature, attended or not.
     bytes_total : Tensor
         int64 ``[B, Hkv]``: bytes of K and V that exact attention reads for the same rows.
     squared_error : Tensor
@@ -36,6 +41,7 @@ class DecodeStats(NamedTuple):
     """
 
     key_rows: torch.Tensor
+    key_features: torch.Tensor
     value_rows: torch.Tensor
     bytes_read: torch.Tensor
     bytes_total: torch.Tensor
@@ -43,7 +49,7 @@ class DecodeStats(NamedTuple):
 
 
 def decode_stats(
-    key_rows: torch.Tensor,
+    keys_read: torch.Tensor,
     value_rows: torch.Tensor,
     squared_error: torch.Tensor,
     *,
@@ -54,8 +60,10 @@ def decode_stats(
 
     Parameters
     ----------
-    key_rows, value_rows : Tensor
-        int64 ``[B, Hkv]``: rows loaded.
+    keys_read : Tensor
+        int64 ``[B, Hkv, 3]``: rows scored, features used and bytes loaded of K.
+    value_rows : Tensor
+        int64 ``[B, Hkv]``: rows loaded of V.
     squared_error : Tensor
         float32 ``[B, Hq]``.
     key_bytes, value_bytes : int
@@ -65,10 +73,12 @@ def decode_stats(
     -------
     DecodeStats
     """
+    key_rows, key_features, key_bytes_read = keys_read.unbind(-1)
     return DecodeStats(
         key_rows=key_rows,
+        key_features=key_features,
         value_rows=value_rows,
-        bytes_read=key_rows * key_bytes + value_rows * value_bytes,
+        bytes_read=key_bytes_read + value_rows * value_bytes,
         bytes_total=key_rows * (key_bytes + value_bytes),
         squared_error=squared_error,
     )

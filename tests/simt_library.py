@@ -22,7 +22,14 @@ from build_tools.environment import find_compiler, find_ninja, jobs
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 FOLDER = ROOT / "build" / "simt"
-TORCH_SIDE = ("library.cpp", "check.cpp", "check_stages.cpp", "cuda/ops.cpp", "cuda/torch_side.cpp")
+TORCH_SIDE = (
+    "library.cpp",
+    "check.cpp",
+    "check_sketch.cpp",
+    "check_stages.cpp",
+    "cuda/ops.cpp",
+    "cuda/torch_side.cpp",
+)
 TORCH_FREE = ("planner.cpp", "planner_cuda.cpp", "cuda/step.cpp")
 FLAGS = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-DSANTA_SIMT=1"]
 FLAGS += ["-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas"]

@@ -161,7 +161,7 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("score", {"softcap": 0}, ("softcap", "0")),
     ("score", {"softcap": [1.0]}, ("softcap", "1.0")),
     ("score", {"q": q[0]}, ("q", "[6, 16]")),
-    ("score", {"k": k.half()}, ("k", "float16")),
+    ("score", {"q": q.half()}, ("k", "float16", "float32")),
     ("score", {"k": k[..., :8]}, ("k", "head dim", "[2, 2, 20, 8]")),
     ("score", {"scale": float("-inf")}, ("scale", "-inf")),
     ("score", {"mask": bools[..., :3]}, ("mask", "[2, 6, 3]")),
@@ -300,7 +300,7 @@ def test_integers_that_are_no_seed(seed: Any) -> None:
         assert str(seed) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["block_table", "sketch", "bernoulli", "target_error"])
+@pytest.mark.parametrize("name", ["block_table", "target_error"])
 def test_arguments_of_later_versions_are_refused(name: str) -> None:
     for value in (0, 0.5, torch.zeros(2, 3, dtype=torch.int32), False):
         with pytest.raises(NotImplementedError, match=name):

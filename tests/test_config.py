@@ -1,4 +1,4 @@
-"""SantaConfig: what it accepts, what it refuses, and that it costs no import of torch."""
+"""SantaConfig and BernoulliConfig: values taken, values refused, and no import of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from santa_torch import SantaConfig, config
+from santa_torch import BernoulliConfig, SantaConfig, config
 
 
 def test_defaults() -> None:
@@ -63,6 +63,12 @@ def test_dense_needs_no_samples() -> None:
         ({"query_rows": "some"}, "query_rows must be one of decode, all, got 'some'"),
         ({"dense_below": -1}, "dense_below must be between 0 and .*, got -1"),
         ({"dense_below": 9, "query_rows": "all"}, "dense_below=9 is for query_rows='decode'"),
+        ({"sketch_bits": 3}, "sketch_bits must be None, 16 or 32, got 3"),
+        ({"sketch_bits": 64}, "sketch_bits must be between 1 and 32, got 64"),
+        ({"sketch_bits": "16"}, "sketch_bits must be an integer, got '16'"),
+        ({"sketch_bits": True}, "sketch_bits must be an integer, got True"),
+        ({"bernoulli": 4}, "bernoulli must be a BernoulliConfig or None, got 4"),
+        ({"bernoulli": BernoulliConfig}, "bernoulli must be a BernoulliConfig or None, got <class"),
     ],
 )
 def test_wrong_values_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -73,14 +79,48 @@ def test_wrong_values_are_named(arguments: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     "later",
     [
+        {"sketch_bits": 8},
         {"sketch_bits": 4},
+        {"sketch_bits": 2},
         {"planes": True},
-        {"bernoulli": 4},
+        {"planes": 1},
     ],
 )
 def test_later_arguments_are_refused_by_name(later: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=f"{next(iter(later))}="):
         SantaConfig(**later)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"draws": 0}, "draws must be between 1 and 1024, got 0"),
+        ({"draws": 1025}, "draws must be between 1 and 1024, got 1025"),
+        ({"draws": 2.0}, "draws must be an integer, got 2.0"),
+        ({"draws": True}, "draws must be an integer, got True"),
+        ({"shared": 1}, "shared must be True or False, got 1"),
+        ({"shared": None}, "shared must be True or False, got None"),
+    ],
+)
+def test_wrong_values_of_bernoulli_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BernoulliConfig(**arguments)
+
+
+def test_bernoulli_is_a_value() -> None:
+    settings = SantaConfig(bernoulli=BernoulliConfig(4, shared=False), sketch_bits=16)
+    assert settings == SantaConfig(bernoulli=BernoulliConfig(4, shared=False), sketch_bits=16)
+    assert hash(settings) == hash(dataclasses.replace(settings))
+    assert settings != SantaConfig(bernoulli=BernoulliConfig(4), sketch_bits=16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.bernoulli.draws = 9  # type: ignore[misc, union-attr]
+    assert (BernoulliConfig().draws, BernoulliConfig().shared) == (8, True)
+    assert BernoulliConfig(1024).draws == config.MAX_BERNOULLI_DRAWS
+
+
+@pytest.mark.parametrize("bits", [None, 16, 32])
+def test_bits_of_a_sketch(bits: int | None) -> None:
+    assert SantaConfig(sketch_bits=bits).sketch_bits == bits
 
 
 def test_largest_samples_are_the_operators() -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "denormals.h"
+#include "query.h"
 #include "score.h"
 #include "step.h"
 
@@ -12,6 +13,8 @@ void decode(const DecodeParams& params, const ParallelFor& parallel_for) {
   if (params.shape.batch * params.shape.query_heads == 0) return;
   const KeepDenormals keep;
   const Step step(params, params.draw.method);
+  prepare_queries(step, parallel_for);
+  step.begin_statistics();
   params.draw.method == Method::kDense ? decode_dense(step, parallel_for) : decode_sampled(step, parallel_for);
 }
 
@@ -20,6 +23,7 @@ void score(const DecodeParams& params, float* scores, float* maxima, const Paral
   const KeepDenormals keep;
   // The plan of any sampled method holds whole scores, which the dense one does not.
   const Step step(params, Method::kSystematic);
+  prepare_queries(step, parallel_for);
   for_each_chunk(
       step, parallel_for, false, [&] { return Scorer(step, false); },
       [&](Scorer& scorer, const ChunkTask& task, const ChunkTask* next) {

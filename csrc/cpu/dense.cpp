@@ -167,7 +167,9 @@ void decode_dense(const Step& step, const ParallelFor& parallel_for) {
     for (int64_t i = begin; i < end; ++i) merger.merge(step.first_head(rest[i / heads]) + i % heads);
   });
   if (step.params.value_rows == nullptr) return;
-  std::copy_n(step.params.key_rows, step.groups(), step.params.value_rows);
+  for (int64_t group = 0; group < step.groups(); ++group) {
+    step.params.value_rows[group] = step.params.keys_read[group].rows;
+  }
   std::fill_n(step.params.squared_error, step.heads(), 0.0f);
 }
 

@@ -48,6 +48,9 @@ void fold(const float* from, int64_t n, double factor, double* to) {
 
 #include "tiles-inl.h"
 
+// Needs the prefetches of the one above.
+#include "blocks-inl.h"
+
 // ---- soft cap ----------------------------------------------------------------------------------------------
 
 void softcap(float* x, int64_t n, float cap) {
@@ -152,6 +155,9 @@ constexpr KernelTable kTable = {
     .narrow = {narrow<float>, narrow<Half>, narrow<BFloat>},
     .fold = fold,
     .score = {score<float>, score<Half>, score<BFloat>},
+    .score_rows = {score<float>, score<Half>, score<BFloat>},
+    .score_block = {score_block<float>, score_block<Half>, score_block<BFloat>},
+    .lanes = Isa::kLanes,
     .accumulate = {accumulate<float>, accumulate<Half>, accumulate<BFloat>},
     .gather = {gather<float>, gather<Half>, gather<BFloat>},
     .softcap = softcap,

@@ -33,6 +33,21 @@ struct ScoreTile {
   RowsAhead ahead;
 };
 
+// scores[h][i] = scale * <q_h, k_i> for the kSketchRows rows of a block that lies feature by feature. A row's sum
+// has the order of additions that ScoreTile gives it: over the lanes of a vector, lane by lane.
+struct BlockTile {
+  const float* q;  // [head_dim, q_stride]: the heads of a feature side by side
+  int64_t q_stride;
+  int64_t heads;
+  const int32_t* features;   // those that are read, lane after lane in the order of the tree that adds lanes
+  const int32_t* lane_ends;  // [lanes]: where the features of each lane end
+  const void* block;         // [head_dim, kSketchRows]
+  const void* ahead;         // a block that is read later, asked of memory meanwhile; null: none
+  float scale;
+  float* scores;  // [heads, scores_stride]
+  int64_t scores_stride;
+};
+
 // sums[h] += sum_i weights[h][i] * v_i, added in the order of i
 struct AccumulateTile {
   const void* values;
@@ -81,7 +96,13 @@ struct KernelTable {
   void (*narrow[kDtypes])(const double* from, int64_t n, double factor, void* to);
   // to += factor * from; n is a multiple of kPadFloats.
   void (*fold)(const float* from, int64_t n, double factor, double* to);
+  // With queries of the keys' dtype.
   void (*score[kDtypes])(const ScoreTile&);
+  // With any queries, and the order of additions of score_block.
+  void (*score_rows[kDtypes])(const ScoreTile&);
+  void (*score_block[kDtypes])(const BlockTile&);
+  // Features of a row of keys, `lanes` of them at once: feature d is added to lane d % lanes.
+  int64_t lanes;
   void (*accumulate[kDtypes])(const AccumulateTile&);
   void (*gather[kDtypes])(const GatherTile&);
   // x = cap * tanh(x / cap) in place, n a multiple of kPadFloats.

@@ -26,22 +26,13 @@ Step::Step(const DecodeParams& step_params, Method method)
       results(step_params, sinks, kernels),
       extents(attended_extents(step_params)),
       grid(extents, shape.kv_heads),
-      plan(plan_cpu(shape, method, *std::max_element(extents.begin(), extents.end()))),
-      memory_(Workspace::of_this_thread().reserve(plan.bytes)) {
-  convert_query();
-  if (params.key_rows != nullptr) std::fill_n(params.key_rows, groups(), int64_t{0});
-}
+      plan(plan_cpu(shape, method, *std::max_element(extents.begin(), extents.end()),
+                    step_params.key_blocks.present())),
+      memory_(Workspace::of_this_thread().reserve(plan.bytes)) {}
 
-void Step::convert_query() const {
-  const int64_t size = element_size(shape.dtype);
-  for (int64_t head = 0; head < heads(); ++head) {
-    const int64_t offset =
-        head / shape.query_heads * params.q_batch_stride + head % shape.query_heads * params.q_head_stride;
-    float* to = piece<float>(plan.query) + head * plan.query_stride;
-    kernels.widen[static_cast<int>(shape.dtype)](static_cast<const char*>(params.q) + offset * size,
-                                                 shape.head_dim, to);
-    std::fill(to + shape.head_dim, to + plan.query_stride, 0.0f);
-  }
+void Step::begin_statistics() const {
+  if (params.keys_read == nullptr) return;
+  for (int64_t group = 0; group < groups(); ++group) params.keys_read[group] = {0, used_features(group), 0};
 }
 
 int64_t Step::grain(bool reads_values) const {

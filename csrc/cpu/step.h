@@ -45,7 +45,14 @@ class Step {
   T* piece(int64_t offset) const {
     return reinterpret_cast<T*>(memory_ + offset);
   }
-  const float* query(int64_t head) const { return piece<float>(plan.query) + head * plan.query_stride; }
+  float* query(int64_t head) const { return piece<float>(plan.query) + head * plan.query_stride; }
+  int64_t& used_features(int64_t group) const { return piece<int64_t>(plan.used_features)[group]; }
+  // Beside key_blocks; see BlockTile.
+  float* block_query(int64_t group) const {
+    return piece<float>(plan.block_query) + group * shape.head_dim * plan.block_stride;
+  }
+  int32_t* features(int64_t group) const { return piece<int32_t>(plan.features) + group * shape.head_dim; }
+  int32_t* lane_ends(int64_t group) const { return piece<int32_t>(plan.lane_ends) + group * kMaxLanes; }
   float* chunk_maxima(int64_t head) const { return piece<float>(plan.chunk_maxima) + head * plan.chunks; }
   float& maximum(int64_t head) const { return piece<float>(plan.maxima)[head]; }
   int64_t scores_stride() const { return plan.chunks * kChunkRows; }
@@ -53,12 +60,13 @@ class Step {
     return piece<float>(plan.scores) + head * scores_stride() + chunk * kChunkRows;
   }
 
+  // What the group will have read of K, less the rows and their bytes that scoring adds.
+  void begin_statistics() const;
+
   // The largest score of each head of a group over its whole sequence, from those of its chunks.
   void finish_maxima(int64_t group) const;
 
  private:
-  void convert_query() const;
-
   std::byte* const memory_;
 };
 

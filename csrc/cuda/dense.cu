@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const int64_t group = head / shape.group_size();
   const int64_t rows = attended_rows<kThreads>(step, group);
   if (threadIdx.x == 0) {
-    step.params.key_rows[group] = rows;
+    step.params.keys_read[group] = keys_read(step, rows);
     step.params.value_rows[group] = rows;
   }
 }

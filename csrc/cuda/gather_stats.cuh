@@ -110,7 +110,7 @@ __device__ inline void count_rows(const Step& step, const DrawnRows& drawn, int6
   }
   if (list != first_list) return;
   const int64_t attended = attended_rows<kThreads>(step, group);
-  if (threadIdx.x == 0) step.params.key_rows[group] = attended;
+  if (threadIdx.x == 0) step.params.keys_read[group] = keys_read(step, attended);
 }
 
 }  // namespace santa::cuda

@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "../check_sketch.h"
 #include "../check_stages.h"
 #include "../registration.h"
 #include "../text.h"
@@ -36,11 +37,17 @@ DecodeOutputs::Handles decode_op(const Tensor& q, const Tensor& k, const Tensor&
                                  const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens,
                                  std::optional<double> softcap, const std::optional<Tensor>& sinks,
                                  const Tensor& seed, const std::optional<Tensor>& position, int64_t layer,
-                                 int64_t head_offset, bool return_stats) {
+                                 int64_t head_offset, bool return_stats, const std::optional<Tensor>& key_blocks,
+                                 const std::optional<Tensor>& block_rows, int64_t bernoulli_draws,
+                                 bool bernoulli_shared) {
   const std::string op = "santa::decode";
   const OnDevice on(op, "q", q);
   DecodeParams params = check_decode(op, q, k, &v, scale, mask, seq_lens, softcap);
   const DecodeShape& shape = params.shape;
+  params.key_blocks = check_key_blocks(op, key_blocks, block_rows, shape, k);
+  params.bernoulli = check_bernoulli(op, "bernoulli_draws", bernoulli_draws, bernoulli_shared);
+  if (params.key_blocks.present()) fail(op, "key_blocks have no CUDA kernels yet");
+  if (bernoulli_draws != 0) fail(op, "bernoulli_draws must be 0 on CUDA yet, got ", bernoulli_draws);
   if (sinks.has_value()) params.sinks = check_sinks(op, *sinks, shape, q);
   params.draw =
       check_draw(op, method, samples, seed, position, layer, head_offset, shape.batch, shape.query_heads, q);
@@ -64,10 +71,15 @@ DecodeOutputs::Handles decode_op(const Tensor& q, const Tensor& k, const Tensor&
 
 std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optional<double> scale,
                                     const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_lens,
-                                    std::optional<double> softcap) {
+                                    std::optional<double> softcap, const std::optional<Tensor>& key_blocks,
+                                    const std::optional<Tensor>& block_rows, bool sparse_query) {
   const std::string op = "santa::score";
   const OnDevice on(op, "q", q);
-  const DecodeParams params = check_decode(op, q, k, nullptr, scale, mask, seq_lens, softcap);
+  DecodeParams params = check_decode(op, q, k, nullptr, scale, mask, seq_lens, softcap);
+  params.key_blocks = check_key_blocks(op, key_blocks, block_rows, params.shape, k);
+  params.sparse_query = sparse_query;
+  if (params.key_blocks.present()) fail(op, "key_blocks have no CUDA kernels yet");
+  if (params.q_dtype != params.shape.dtype) fail(op, "q must have the dtype of k on CUDA yet");
   const DecodeShape& shape = params.shape;
   Tensor scores = on.empty({shape.batch, shape.query_heads, shape.rows}, ScalarType::Float);
   Tensor maxima = on.empty({shape.batch, shape.query_heads}, ScalarType::Float);

@@ -196,4 +196,10 @@ __device__ int64_t attended_rows(const Step& step, int64_t group) {
   return block_sum<kBlockThreads>(rows);
 }
 
+// What a group has read of K, from its attended rows.
+__device__ inline KeysRead keys_read(const Step& step, int64_t rows) {
+  const DecodeShape& shape = step.params.shape;
+  return {.rows = rows, .features = shape.head_dim, .bytes = rows * shape.head_dim * element_size(shape.dtype)};
+}
+
 }  // namespace santa::cuda

@@ -30,7 +30,7 @@ SANTA_HD Philox4x32 philox4x32(Philox4x32 counter, uint32_t key0, uint32_t key1)
 }
 
 // What the random bits are for. Streams never share a counter, so a later use cannot disturb an earlier one.
-enum class Stream : uint32_t { kValues = 0 };
+enum class Stream : uint32_t { kValues = 0, kFeatures = 1 };
 
 // Everything that addresses one random number except the index of the draw.
 struct DrawKey {
@@ -40,12 +40,16 @@ struct DrawKey {
   int64_t global_head;  // query head counted over all tensor-parallel ranks
 };
 
-SANTA_HD uint64_t random64(const DrawKey& key, uint32_t draw, Stream stream = Stream::kValues) {
+SANTA_HD Philox4x32 random_words(const DrawKey& key, uint32_t draw, Stream stream) {
   const uint64_t seed = static_cast<uint64_t>(key.seed);
   const Philox4x32 counter = {{static_cast<uint32_t>(key.position), draw,
                                static_cast<uint32_t>(stream) << 24 | static_cast<uint32_t>(key.layer),
                                static_cast<uint32_t>(key.global_head)}};
-  const Philox4x32 bits = philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  return philox4x32(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+}
+
+SANTA_HD uint64_t random64(const DrawKey& key, uint32_t draw, Stream stream = Stream::kValues) {
+  const Philox4x32 bits = random_words(key, draw, stream);
   return static_cast<uint64_t>(bits.word[1]) << 32 | bits.word[0];
 }
 

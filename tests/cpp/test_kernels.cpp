@@ -144,12 +144,13 @@ struct Problem {
   struct Result {
     Block<T> out;
     Block<float> lse;
-    Block<int64_t> key_rows, value_rows;
+    Block<KeysRead> keys_read;
+    Block<int64_t> value_rows;
     Block<float> error;
   };
   Result run(Method method, int64_t samples, const ParallelFor& parallel_for, bool stats) {
     Result r{Block<T>(s.batch * heads * s.value_dim), Block<float>(s.batch * heads),
-             Block<int64_t>(s.batch * s.kv_heads), Block<int64_t>(s.batch * s.kv_heads),
+             Block<KeysRead>(s.batch * s.kv_heads), Block<int64_t>(s.batch * s.kv_heads),
              Block<float>(s.batch * heads)};
     for (int64_t i = 0; i < r.out.size; ++i) rounded(12345.0f, &r.out[i]);
     for (int64_t i = 0; i < r.lse.size; ++i) r.lse[i] = r.error[i] = 12345.0f;
@@ -157,6 +158,7 @@ struct Problem {
     DecodeParams p{};
     p.shape = {s.batch, heads, s.kv_heads, s.rows, s.dim, s.value_dim, dtype_of<T>()};
     p.q = q.data.get();
+    p.q_dtype = dtype_of<T>();
     p.q_batch_stride = heads * s.dim;
     p.q_head_stride = s.dim;
     p.k = {k.data.get(), s.kv_heads * s.rows * s.dim, s.rows * s.dim, s.dim, s.rows};
@@ -168,7 +170,7 @@ struct Problem {
     p.out = r.out.data.get();
     p.lse = r.lse.data.get();
     if (stats) {
-      p.key_rows = r.key_rows.data.get();
+      p.keys_read = r.keys_read.data.get();
       p.value_rows = r.value_rows.data.get();
       p.squared_error = r.error.data.get();
     }
