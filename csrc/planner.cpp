@@ -54,6 +54,7 @@ CpuPlan plan_cpu(const DecodeShape& shape, Method method, int64_t rows, bool blo
   if (blocks_of_keys) {
     plan.block_query = carver.take({groups, shape.head_dim, plan.block_stride, 4});
     plan.features = carver.take({groups, shape.head_dim, 4});
+    plan.ascending = carver.take({groups, shape.head_dim, 4});
     plan.lane_ends = carver.take({groups, kMaxLanes, 4});
   }
   plan.bytes = carver.end();

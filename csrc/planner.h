@@ -32,6 +32,7 @@ struct CpuPlan {
   int64_t partial_out;     // float    [B, Hq, chunks, value_stride]; dense
   int64_t block_query;     // float    [B, Hkv, D, block_stride]: feature by feature; with key_blocks
   int64_t features;        // int32    [B, Hkv, D]: features that are read of key_blocks, in their order
+  int64_t ascending;       // int32    [B, Hkv, D]: the same features, ascending
   int64_t lane_ends;       // int32    [B, Hkv, kMaxLanes]: where each lane's features end among them
   int64_t bytes;
 

@@ -41,6 +41,7 @@ struct BlockTile {
   int64_t heads;
   const int32_t* features;   // those that are read, lane after lane in the order of the tree that adds lanes
   const int32_t* lane_ends;  // [lanes]: where the features of each lane end
+  const int32_t* ascending;  // the same features, ascending: memory likes to be asked in its own order
   const void* block;         // [head_dim, kSketchRows]
   const void* ahead;         // a block that is read later, asked of memory meanwhile; null: none
   float scale;

@@ -148,17 +148,18 @@ void arrange(const Step& step, int64_t group) {
   const bool none = used == 0;  // then feature 0 stands in, whose products are 0 or NaN as its head is
   used = std::max<int64_t>(used, 1);
   if (!step.params.key_blocks.present()) return;
-  int32_t* features = step.features(group);
-  int32_t* ends = step.lane_ends(group);
-  int32_t n = 0;
+  const auto is_read = [&](int64_t d) {
+    return !step.params.sparse_query || (none ? d == 0 : is_used(q, stride, heads, d));
+  };
+  int32_t* at = step.features(group);
   for (int64_t i = 0; i < lanes; ++i) {
     for (int64_t d = lane_of_leaf(i, lanes); d < shape.head_dim; d += lanes) {
-      if (!step.params.sparse_query || (none ? d == 0 : is_used(q, stride, heads, d))) {
-        features[n++] = static_cast<int32_t>(d);
-      }
+      if (is_read(d)) *at++ = static_cast<int32_t>(d);
     }
-    ends[i] = n;
+    step.lane_ends(group)[i] = static_cast<int32_t>(at - step.features(group));
   }
+  std::copy(step.features(group), at, step.ascending(group));
+  std::sort(step.ascending(group), step.ascending(group) + used);
   float* to = step.block_query(group);
   for (int64_t d = 0; d < shape.head_dim; ++d) {
     for (int64_t h = 0; h < heads; ++h) to[d * step.plan.block_stride + h] = q[h * stride + d];

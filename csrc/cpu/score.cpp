@@ -81,6 +81,7 @@ int64_t Scorer::score_blocks(const ChunkTask& task, const AttendedRows& attended
          .heads = step_.group_size(),
          .features = step_.features(task.group),
          .lane_ends = step_.lane_ends(task.group),
+         .ascending = step_.ascending(task.group),
          .block = start,
          .ahead = more ? start + keys.block_stride * size : nullptr,
          .scale = step_.params.scale,

@@ -52,6 +52,7 @@ class Step {
     return piece<float>(plan.block_query) + group * shape.head_dim * plan.block_stride;
   }
   int32_t* features(int64_t group) const { return piece<int32_t>(plan.features) + group * shape.head_dim; }
+  int32_t* ascending(int64_t group) const { return piece<int32_t>(plan.ascending) + group * shape.head_dim; }
   int32_t* lane_ends(int64_t group) const { return piece<int32_t>(plan.lane_ends) + group * kMaxLanes; }
   float* chunk_maxima(int64_t head) const { return piece<float>(plan.chunk_maxima) + head * plan.chunks; }
   float& maximum(int64_t head) const { return piece<float>(plan.maxima)[head]; }
