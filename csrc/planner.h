@@ -89,6 +89,9 @@ struct LaunchPlan {
   bool overlap;  // programmatic dependent launch
 
   // Scratch memory, byte offsets from one aligned buffer.
+  int64_t query;           // float    [B, Hq, D]; stochastic queries
+  int64_t query_maxima;    // float    [B, Hq]; stochastic queries
+  int64_t block_rows;      // int32    [B, Hkv, chunks * kSketchesPerChunk]: attended ones; statistics of a sketch
   int64_t attended;        // int32    [B, Hkv, chunks, 2]: attended rows of a chunk, and one past the last of them
   int64_t chunk_maxima;    // float    [B, Hq, chunks]
   int64_t maxima;          // float    [B, Hq]
@@ -119,9 +122,15 @@ struct LaunchPlan {
   std::string to_string() const;
 };
 
+// What a step reads besides rows of q, k and v.
+struct KeyReading {
+  bool sketch = false;     // blocks of keys
+  bool bernoulli = false;  // a stochastic query
+};
+
 // Throws std::invalid_argument where a row does not fit into shared memory or a grid is too large.
 LaunchPlan plan_launch(const DecodeShape& shape, Method method, int64_t samples, bool statistics,
-                       const DeviceInfo& device);
+                       const DeviceInfo& device, const KeyReading& reading = {});
 
 // Names as users write them: "dense", "multinomial", "stratified", "systematic", "shared".
 // Throws std::invalid_argument naming `op` and the value.

@@ -64,12 +64,19 @@ void plan_score(const DecodeShape& shape, const DeviceInfo& device, LaunchPlan* 
       kScoreBlocks);
 }
 
-void plan_memory(const DecodeShape& shape, bool statistics, LaunchPlan* plan) {
+void plan_memory(const DecodeShape& shape, bool statistics, const KeyReading& reading, LaunchPlan* plan) {
   const bool sampled = plan->method != Method::kDense;
   const bool shared = plan->method == Method::kShared;
   const int64_t heads = shape.batch * shape.query_heads;
   const int64_t groups = shape.batch * shape.kv_heads;
   Carver carver(kAlignment);
+  if (reading.bernoulli) {
+    plan->query = carver.take({heads, shape.head_dim, 4});
+    plan->query_maxima = carver.take({heads, 4});
+  }
+  if (reading.sketch && statistics) {
+    plan->block_rows = carver.take({groups, plan->chunks, kSketchesPerChunk, 4});
+  }
   plan->attended = carver.take({groups, plan->chunks, 2, 4});
   plan->chunk_maxima = carver.take({heads, plan->chunks, 4});
   if (sampled) {
@@ -98,6 +105,7 @@ void plan_memory(const DecodeShape& shape, bool statistics, LaunchPlan* plan) {
   plan->bytes = carver.end();
 }
 
+// A stochastic query is taken to use all features of the keys: how many it does is not known before it is drawn.
 void predict(const DecodeShape& shape, int64_t samples, const DeviceInfo& device, LaunchPlan* plan) {
   const int64_t heads = shape.batch * shape.query_heads;
   const int64_t groups = shape.batch * shape.kv_heads;
@@ -136,7 +144,7 @@ void check_grids(const LaunchPlan& plan) {
 }  // namespace
 
 LaunchPlan plan_launch(const DecodeShape& shape, Method method, int64_t samples, bool statistics,
-                       const DeviceInfo& device) {
+                       const DeviceInfo& device, const KeyReading& reading) {
   const bool dense = method == Method::kDense;
   const bool shared = method == Method::kShared;
   const int64_t group = shape.group_size();
@@ -164,10 +172,10 @@ LaunchPlan plan_launch(const DecodeShape& shape, Method method, int64_t samples,
     plan.slice_features /= 2;
   }
   plan.value_slices = slices();
-  plan.launches = dense ? 2 : (shared ? 5 : 4);
-  plan.overlap = device.compute_capability >= 90;
+  plan.launches = (dense ? 2 : (shared ? 5 : 4)) + (reading.bernoulli ? 1 : 0);
+  plan.overlap = device.compute_capability >= kOverlapCapability;
   check_grids(plan);
-  plan_memory(shape, statistics, &plan);
+  plan_memory(shape, statistics, reading, &plan);
   predict(shape, samples, device, &plan);
   return plan;
 }

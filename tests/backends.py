@@ -21,7 +21,7 @@ from simt_library import Setting
 
 import santa_torch
 
-OPERATORS = ("decode", "score", "weigh", "draw", "gather")
+OPERATORS = ("decode", "score", "weigh", "draw", "gather", "bernoulli_query", "sketch_append")
 HAS_CUDA = torch.cuda.is_available() and santa_torch.build_info().cuda_module == "loaded"
 LEVELS = (*CPU_LEVELS, "simt", *(["gpu"] if HAS_CUDA else []))
 

@@ -9,8 +9,8 @@ namespace {
 constexpr float kUnused = -1.0f;  // weight of a row that a head does not attend: its V is not looked at
 
 // Weights exp(score - largest of the chunk) in place of a head's scores. A warp calls. Returns their sum.
-template <class T>
-__device__ float exponentiate(const Scorer<T>& scorer, const Step& step, int64_t chunk, int h, float largest) {
+template <class Scorer>
+__device__ float exponentiate(const Scorer& scorer, const Step& step, int64_t chunk, int h, float largest) {
   float* scores = scorer.scores(h);
   float sum = 0.0f;
   for (int i = static_cast<int>(lane_id()); i < kChunkRows; i += kWarpLanes) {
@@ -26,8 +26,8 @@ __device__ float exponentiate(const Scorer<T>& scorer, const Step& step, int64_t
 }
 
 // Sums of one feature over the rows of a chunk, in their order, for a tile of heads.
-template <class T>
-__device__ void accumulate(const Scorer<T>& scorer, const Step& step, int64_t chunk, int first, int64_t feature) {
+template <class T, class Scorer>
+__device__ void accumulate(const Scorer& scorer, const Step& step, int64_t chunk, int first, int64_t feature) {
   const RowAddress& v = step.params.v;
   const float* weights[kHeadTile];
   float sum[kHeadTile];
@@ -53,11 +53,11 @@ __device__ void accumulate(const Scorer<T>& scorer, const Step& step, int64_t ch
 
 // Grid: as that of stage "score". Leaves, for each chunk, the largest score, the sum of weights and the weighted
 // sum of V rows, all relative to the chunk.
-template <class T>
+template <class T, bool kSketch>
 __global__ void __launch_bounds__(kThreads, kScoreBlocks) dense_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
-  const Scorer<T> scorer(step, blockIdx.x);
+  const Scorer<T, kSketch> scorer(step, blockIdx.x);
   scorer.run([&](int64_t chunk) {
     for (int h = static_cast<int>(threadIdx.x) / kWarpLanes; h < scorer.heads(); h += kWarps) {
       const float largest = chunk_maximum(scorer.scores(h));
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, kScoreBlocks) dense_kernel(const __g
     __syncthreads();
     for (int64_t feature = threadIdx.x; feature < step.params.shape.value_dim; feature += kThreads) {
       for (int first = 0; first < scorer.heads(); first += kHeadTile) {
-        accumulate(scorer, step, chunk, first, feature);
+        accumulate<T>(scorer, step, chunk, first, feature);
       }
     }
   });
@@ -130,10 +130,10 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (threadIdx.x == 0) step.params.squared_error[head] = 0.0f;
   if (local % shape.group_size() != 0) return;
   const int64_t group = head / shape.group_size();
-  const int64_t rows = attended_rows<kThreads>(step, group);
+  const KeysRead read = keys_read<kThreads>(step, group);
   if (threadIdx.x == 0) {
-    step.params.keys_read[group] = keys_read(step, rows);
-    step.params.value_rows[group] = rows;
+    step.params.keys_read[group] = read;
+    step.params.value_rows[group] = read.rows;
   }
 }
 
@@ -141,12 +141,14 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 
 void dense(const Step& step, void* stream) {
   launch_for_dtype(step.params.shape.dtype, [&](auto type) {
-    launch(dense_kernel<decltype(type)>,
+    using T = decltype(type);
+    launch(step.sketch() ? dense_kernel<T, true> : dense_kernel<T, false>,
            {.name = "dense",
             .grid = dim3(static_cast<unsigned>(step.plan.score.blocks())),
             .block = dim3(kThreads),
             .shared_bytes = static_cast<size_t>(step.plan.score_shared),
-            .stream = static_cast<Stream>(stream)},
+            .stream = static_cast<Stream>(stream),
+            .overlap = step.plan.overlap && step.query != nullptr},
            step);
   });
 }

@@ -18,6 +18,10 @@ constexpr int kHeadTile = 4;      // heads whose sums a thread keeps in register
 constexpr int kOctet = 8;         // rows that a warp scores at once, by as many lanes each as there are parts
 constexpr int kRowParts = 32 / kOctet;
 
+constexpr int kPackBytes = 128;  // of a row of K that become runs of a block at once
+
+constexpr int kOverlapCapability = 90;  // from which on launches overlap
+
 constexpr int kIncludeHeads = 1024;  // of a group, whose totals a block keeps at once
 
 constexpr int kSliceFeatures = 32;                // of V at most, summed by one block: a warp's width

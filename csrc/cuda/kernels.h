@@ -5,6 +5,12 @@
 // What the torch side launches. `stream` is a cudaStream_t. Errors are std::runtime_error.
 namespace santa::cuda {
 
+// The stochastic query, step.query, and how many features it uses.
+void bernoulli(const Step& step, void* stream);
+
+// Appends rows to a sketch. `access`: bytes that every row of k and every open row can be read in at once.
+void sketch_append(const AppendParams& params, int access, bool overlap, void* stream);
+
 // Scores of every row, the largest of each chunk, and which rows are attended.
 void score(const Step& step, void* stream);
 // The largest score of each head: stage "score" alone.

@@ -1,6 +1,7 @@
 // The torch side of the CUDA backend: checks, outputs, scratch memory, launches, registration.
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 #include "../check_stages.h"
 #include "../registration.h"
 #include "../text.h"
+#include "geometry.h"
 #include "kernels.h"
 #include "torch_side.h"
 
@@ -46,16 +48,20 @@ DecodeOutputs::Handles decode_op(const Tensor& q, const Tensor& k, const Tensor&
   const DecodeShape& shape = params.shape;
   params.key_blocks = check_key_blocks(op, key_blocks, block_rows, shape, k);
   params.bernoulli = check_bernoulli(op, "bernoulli_draws", bernoulli_draws, bernoulli_shared);
-  if (params.key_blocks.present()) fail(op, "key_blocks have no CUDA kernels yet");
-  if (bernoulli_draws != 0) fail(op, "bernoulli_draws must be 0 on CUDA yet, got ", bernoulli_draws);
+  params.sparse_query = bernoulli_draws != 0;
   if (sinks.has_value()) params.sinks = check_sinks(op, *sinks, shape, q);
   params.draw =
       check_draw(op, method, samples, seed, position, layer, head_offset, shape.batch, shape.query_heads, q);
   DecodeOutputs outputs(&params, q.scalar_type(), return_stats, on.device());
   if (is_empty(shape)) return outputs.release();
-  const LaunchPlan plan = plan_launch(shape, params.draw.method, samples, return_stats, on.info());
+  const KeyReading reading = {.sketch = params.key_blocks.present(), .bernoulli = bernoulli_draws != 0};
+  const LaunchPlan plan = plan_launch(shape, params.draw.method, samples, return_stats, on.info(), reading);
   const Scratch scratch(on, plan.bytes);
-  const Step step = make_step(params, plan, scratch.data());
+  Step step = make_step(params, plan, scratch.data());
+  if (reading.bernoulli) {
+    bernoulli(step, on.stream());
+    use_stochastic_query(&step);
+  }
   if (params.draw.method == Method::kDense) {
     dense(step, on.stream());
     merge(step, on.stream());
@@ -78,8 +84,6 @@ std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optio
   DecodeParams params = check_decode(op, q, k, nullptr, scale, mask, seq_lens, softcap);
   params.key_blocks = check_key_blocks(op, key_blocks, block_rows, params.shape, k);
   params.sparse_query = sparse_query;
-  if (params.key_blocks.present()) fail(op, "key_blocks have no CUDA kernels yet");
-  if (params.q_dtype != params.shape.dtype) fail(op, "q must have the dtype of k on CUDA yet");
   const DecodeShape& shape = params.shape;
   Tensor scores = on.empty({shape.batch, shape.query_heads, shape.rows}, ScalarType::Float);
   Tensor maxima = on.empty({shape.batch, shape.query_heads}, ScalarType::Float);
@@ -95,6 +99,46 @@ std::tuple<Tensor, Tensor> score_op(const Tensor& q, const Tensor& k, std::optio
   score(step, on.stream());
   finish_maxima(step, on.stream());
   return {scores, maxima};
+}
+
+Tensor bernoulli_query_op(const Tensor& q, int64_t draws, bool shared, int64_t kv_heads, const Tensor& seed,
+                          const Tensor& position, int64_t layer, int64_t head_offset) {
+  const OnDevice on("santa::bernoulli_query", "q", q);
+  const DecodeParams params =
+      check_bernoulli_query(q, draws, shared, kv_heads, seed, position, layer, head_offset);
+  const DecodeShape& shape = params.shape;
+  Tensor out = on.empty({shape.batch, shape.query_heads, shape.head_dim}, ScalarType::Float);
+  if (is_empty(shape)) return out;
+  const Tensor maxima = on.empty({shape.batch, shape.query_heads}, ScalarType::Float);
+  Step step{};
+  step.params = params;
+  step.query = out.mutable_data_ptr<float>();
+  step.query_maxima = maxima.mutable_data_ptr<float>();
+  bernoulli(step, on.stream());
+  return out;
+}
+
+void sketch_append_op(const Tensor& key_blocks, const Tensor& open_rows, const Tensor& block_rows, const Tensor& k,
+                      const std::optional<Tensor>& num_rows) {
+  const OnDevice on("santa::sketch_append", "k", k);
+  const AppendParams params = check_sketch_append(key_blocks, open_rows, block_rows, k, num_rows);
+  const DecodeShape& shape = params.shape;
+  if (shape.batch * shape.kv_heads * shape.rows == 0) return;
+  const KeyBlocks blocks = {.data = params.blocks,
+                            .batch_stride = params.batch_stride,
+                            .head_stride = params.head_stride,
+                            .block_stride = params.block_stride,
+                            .capacity = params.capacity};
+  check_block_access(blocks, shape);
+  const RowAddress open = {.data = params.open,
+                           .page_stride = shape.kv_heads * kSketchRows * shape.head_dim,
+                           .head_stride = kSketchRows * shape.head_dim,
+                           .row_stride = shape.head_dim,
+                           .page_rows = kSketchRows};
+  DecodeShape open_shape = shape;
+  open_shape.rows = kSketchRows;
+  const int access = std::min(access_bytes("k", params.k, shape), access_bytes("open_rows", open, open_shape));
+  sketch_append(params, access, on.info().compute_capability >= kOverlapCapability, on.stream());
 }
 
 Tensor weigh_op(const Tensor& scores_in, const Tensor& maxima_in) {
@@ -190,6 +234,8 @@ SANTA_KERNELS(CUDA, m) {
 #endif
   m.impl("decode", TORCH_BOX(&santa::cuda::decode_op));
   m.impl("score", TORCH_BOX(&santa::cuda::score_op));
+  m.impl("bernoulli_query", TORCH_BOX(&santa::cuda::bernoulli_query_op));
+  m.impl("sketch_append", TORCH_BOX(&santa::cuda::sketch_append_op));
   m.impl("weigh", TORCH_BOX(&santa::cuda::weigh_op));
   m.impl("draw", TORCH_BOX(&santa::cuda::draw_op));
   m.impl("gather", TORCH_BOX(&santa::cuda::gather_op));

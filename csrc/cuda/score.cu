@@ -9,11 +9,11 @@
 namespace santa::cuda {
 namespace {
 
-template <class T>
+template <class T, bool kSketch>
 __global__ void __launch_bounds__(kThreads, kScoreBlocks) score_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
-  const Scorer<T> scorer(step, blockIdx.x);
+  const Scorer<T, kSketch> scorer(step, blockIdx.x);
   scorer.run([&](int64_t chunk) {
     for (int h = static_cast<int>(threadIdx.x) / kWarpLanes; h < scorer.heads(); h += kWarps) {
       const float* scores = scorer.scores(h);
@@ -40,12 +40,14 @@ __global__ void __launch_bounds__(kThreads) finish_maxima_kernel(const __grid_co
 
 void score(const Step& step, void* stream) {
   launch_for_dtype(step.params.shape.dtype, [&](auto type) {
-    launch(score_kernel<decltype(type)>,
+    using T = decltype(type);
+    launch(step.sketch() ? score_kernel<T, true> : score_kernel<T, false>,
            {.name = "score",
             .grid = dim3(static_cast<unsigned>(step.plan.score.blocks())),
             .block = dim3(kThreads),
             .shared_bytes = static_cast<size_t>(step.plan.score_shared),
-            .stream = static_cast<Stream>(stream)},
+            .stream = static_cast<Stream>(stream),
+            .overlap = step.plan.overlap && step.query != nullptr},
            step);
   });
 }

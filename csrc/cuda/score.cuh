@@ -1,26 +1,16 @@
 #pragma once
 
+#include "blocks.cuh"
 #include "step.cuh"
 #include "tile.cuh"
 
 // The part of a block that scores: shared by stage "score" and by dense.
 namespace santa::cuda {
 
-template <class T>
-constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));
-
 // Features of one vector of shared memory, in fp32.
 template <class T>
 __device__ __forceinline__ void load_features(const void* from, float* to) {
-  const auto vector = load<kVectorBytes>(from);
-#pragma unroll
-  for (int e = 0; e < kElements<T>; ++e) {
-    if constexpr (sizeof(T) == 4) {
-      to[e] = __uint_as_float(vector.word[e]);
-    } else {
-      to[e] = to_float(T{static_cast<uint16_t>(vector.word[e / 2] >> (e % 2 * 16))});
-    }
-  }
+  widen<T>(load<kVectorBytes>(from), to);
 }
 
 // Scores chunks of one group for some of its heads.
@@ -29,7 +19,10 @@ __device__ __forceinline__ void load_features(const void* from, float* to) {
 // warp scores eight rows at once, four lanes to a row: lane r + 8 p adds every fourth vector of features of row r
 // from vector p on, for kHeadTile heads at a time, whose queries lie in shared memory as fp32. So a row's sum has
 // one order, wherever the row lies: features in order within a part, then parts (0 + 2) + (1 + 3).
-template <class T>
+//
+// With kSketch rows in whole blocks of the sketch are scored from there before the others, straight from global
+// memory, and queries may be fp32 beside 16-bit keys.
+template <class T, bool kSketch>
 class Scorer {
  public:
   // Of one block; `block` counts units (groups times head blocks) and splits.
@@ -70,17 +63,18 @@ class Scorer {
     const int64_t end = min(range_.end, chunks_of(step_, b_));
     if (range_.begin >= end) return;
     load_queries();
-    const int tiles_per_chunk = static_cast<int>(kChunkRows) / tile_.rows;
-    const int64_t first_row = range_.begin * kChunkRows;
-    pipeline<kStages>((end - range_.begin) * tiles_per_chunk,
+    int64_t first_row = range_.begin * kChunkRows;
+    if constexpr (kSketch) first_row = score_blocks(end, done);
+    pipeline<kStages>((end * kChunkRows - first_row) / tile_.rows,
                       [&](int64_t t) {
-                        if (t % tiles_per_chunk == 0) list_attended(range_.begin + t / tiles_per_chunk);
-                        issue(first_row + t * tile_.rows, stage(t));
+                        const int64_t begin = first_row + t * tile_.rows;
+                        if (begin % kChunkRows == 0) list_attended(begin / kChunkRows);
+                        issue(begin, stage(t));
                       },
                       [&](int64_t t) {
                         const int64_t begin = first_row + t * tile_.rows;
                         score_tile(begin, stage(t));
-                        if ((t + 1) % tiles_per_chunk != 0) return;
+                        if ((begin + tile_.rows) % kChunkRows != 0) return;
                         __syncthreads();
                         done(begin / kChunkRows);
                       });
@@ -100,8 +94,79 @@ class Scorer {
       const int h = i / stride;
       const int d = i % stride;
       const int64_t at = b_ * params_.q_batch_stride + local_head(h) * params_.q_head_stride + d;
-      query(h)[d] = d < params_.shape.head_dim ? to_float(static_cast<const T*>(params_.q)[at]) : 0.0f;
+      if constexpr (kSketch) {
+        query(h)[d] = d < params_.shape.head_dim ? load_as_float(params_.q_dtype, params_.q, at) : 0.0f;
+      } else {
+        query(h)[d] = d < params_.shape.head_dim ? to_float(static_cast<const T*>(params_.q)[at]) : 0.0f;
+      }
     }
+  }
+
+  // Whether some head of the group, of another block too, needs feature d of the keys.
+  __device__ bool uses(int d) const {
+    if (!params_.sparse_query) return true;
+    const int64_t group = params_.shape.group_size();
+    for (int64_t g = 0; g < group; ++g) {
+      const int64_t at = b_ * params_.q_batch_stride + (kv_ * group + g) * params_.q_head_stride + d;
+      if (needs_keys(load_as_float(params_.q_dtype, params_.q, at))) return true;
+    }
+    return false;
+  }
+
+  // Scores the range's rows in whole blocks of the sketch, and is done with the chunks that have no others. Returns
+  // the first row that is left.
+  template <class Done>
+  __device__ int64_t score_blocks(int64_t end, const Done& done) const {
+    const int64_t begin = range_.begin * kChunkRows;
+    const int64_t packed = min(params_.key_blocks.packed_rows(b_), end * kChunkRows);
+    if (packed <= begin) return begin;
+    // Tiles are not under way yet: their memory holds the list.
+    const FeatureList list =
+        list_features<T>(params_.shape.head_dim, step_.plan.query_stride,
+                         reinterpret_cast<int32_t*>(memory_ + layout_.stages), [&](int d) { return uses(d); });
+    for (int64_t row = begin; row < packed; row += kChunkRows) {
+      list_attended(row / kChunkRows);
+      __syncthreads();  // scores of the chunk before have been read
+      score_blocks_of_chunk(row, min(packed, row + kChunkRows), list);
+      __syncthreads();
+      if (row + kChunkRows <= packed) done(row / kChunkRows);
+    }
+    return packed;
+  }
+
+  // Warps take one block by one tile of heads each; those that take the same block are at it together.
+  __device__ void score_blocks_of_chunk(int64_t begin, int64_t end, const FeatureList& list) const {
+    const int blocks = static_cast<int>((end - begin) / kSketchRows);
+    const int head_tiles = (heads_ + kHeadTile - 1) / kHeadTile;
+    for (int i = static_cast<int>(threadIdx.x) / kWarpLanes; i < blocks * head_tiles; i += kWarps) {
+      score_block_for(begin + i / head_tiles * kSketchRows, i % head_tiles * kHeadTile, list);
+    }
+  }
+
+  __device__ void score_block_for(int64_t begin, int first_head, const FeatureList& list) const {
+    const int lane = static_cast<int>(lane_id());
+    const int64_t block = begin / kSketchRows;
+    int attended = static_cast<int>(max(min(kSketchRows, length_ - begin), int64_t{0}));
+    if (masked()) attended = warp_sum(int{loaded(begin + lane)} + int{loaded(begin + kWarpLanes + lane)});
+    if (step_.block_rows != nullptr && lane == 0 && first_head == 0 && first_ == 0) {
+      step_.block_rows[group_ * step_.plan.chunks * kSketchesPerChunk + block] = attended;
+    }
+    const auto write = [&](int h, int r, float product) {
+      if (first_head + h >= heads_) return;
+      scores(first_head + h)[(begin + r) % kChunkRows] = finish(first_head + h, begin + r, product);
+    };
+    if (attended == 0) {
+      for (int h = 0; h < kHeadTile; ++h) {
+        write(h, lane, 0.0f);
+        write(h, lane + kWarpLanes, 0.0f);
+      }
+      return;
+    }
+    const float* q[kHeadTile];
+#pragma unroll
+    for (int h = 0; h < kHeadTile; ++h) q[h] = query(min(first_head + h, heads_ - 1));
+    const auto* keys = static_cast<const T*>(params_.key_blocks.data);
+    score_block<T>(keys + params_.key_blocks.offset(b_, kv_, block), list, q, write);
   }
 
   __device__ bool any_attends(int64_t row) const {

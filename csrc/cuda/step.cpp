@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "geometry.h"
+
 namespace santa::cuda {
 
 int access_bytes(const char* name, const RowAddress& address, const DecodeShape& shape) {
@@ -19,6 +21,19 @@ int access_bytes(const char* name, const RowAddress& address, const DecodeShape&
   return static_cast<int>(bits & -bits);
 }
 
+void check_block_access(const KeyBlocks& blocks, const DecodeShape& shape) {
+  const auto bytes = static_cast<uint64_t>(element_size(shape.dtype));
+  uint64_t bits = reinterpret_cast<uint64_t>(blocks.data);
+  if (shape.batch > 1) bits |= static_cast<uint64_t>(blocks.batch_stride) * bytes;
+  if (shape.kv_heads > 1) bits |= static_cast<uint64_t>(blocks.head_stride) * bytes;
+  if (blocks.capacity > 1) bits |= static_cast<uint64_t>(blocks.block_stride) * bytes;
+  if (bits % kVectorBytes != 0) {
+    throw std::invalid_argument(
+        "santa: key_blocks must have blocks that begin at multiples of 16 bytes, got one at a multiple of " +
+        std::to_string(bits & -bits));
+  }
+}
+
 Step make_step(const DecodeParams& params, const LaunchPlan& plan, std::byte* memory) {
   Step step{};
   step.params = params;
@@ -28,6 +43,14 @@ Step make_step(const DecodeParams& params, const LaunchPlan& plan, std::byte* me
   const auto piece = [memory](int64_t offset, auto** to) {
     *to = reinterpret_cast<std::remove_reference_t<decltype(**to)>*>(memory + offset);
   };
+  if (params.key_blocks.present()) {
+    check_block_access(params.key_blocks, params.shape);
+    if (params.value_rows != nullptr) piece(plan.block_rows, &step.block_rows);
+  }
+  if (params.bernoulli.draws != 0) {
+    piece(plan.query, &step.query);
+    piece(plan.query_maxima, &step.query_maxima);
+  }
   piece(plan.attended, &step.attended);
   piece(plan.chunk_maxima, &step.chunk_maxima);
   if (plan.method == Method::kDense) {
@@ -56,6 +79,14 @@ Step make_step(const DecodeParams& params, const LaunchPlan& plan, std::byte* me
   if (params.value_rows != nullptr) piece(plan.slack, &step.slack);
   step.heads_per_list = plan.method == Method::kShared ? params.shape.group_size() : 1;
   return step;
+}
+
+void use_stochastic_query(Step* step) {
+  const DecodeShape& shape = step->params.shape;
+  step->params.q = step->query;
+  step->params.q_dtype = Dtype::kFloat32;
+  step->params.q_batch_stride = shape.query_heads * shape.head_dim;
+  step->params.q_head_stride = shape.head_dim;
 }
 
 }  // namespace santa::cuda

@@ -51,6 +51,23 @@ __device__ inline float load_as_float(Dtype dtype, const void* data, int64_t at)
   }
 }
 
+// The numbers of one vector, in fp32.
+template <class T>
+__device__ __forceinline__ void widen(const Words<kVectorBytes>& vector, float* to) {
+#pragma unroll
+  for (int e = 0; e < kVectorBytes / static_cast<int>(sizeof(T)); ++e) {
+    if constexpr (sizeof(T) == 4) {
+      to[e] = __uint_as_float(vector.word[e]);
+    } else {
+      to[e] = to_float(T{static_cast<uint16_t>(vector.word[e / 2] >> (e % 2 * 16))});
+    }
+  }
+}
+
+// Whether a feature of a query needs that of the keys: its product with them is neither 0 nor, since its head is,
+// NaN anyway.
+__device__ inline bool needs_keys(float feature) { return feature != 0.0f && feature == feature; }
+
 // Whether head h of sequence b attends row j, and the number to add to its score. A row is selected or it is not:
 // what an additive mask holds for a row that it does not select is never added to anything.
 __device__ inline bool attends(const MaskParams& mask, int64_t b, int64_t h, int64_t j, float* bias) {
@@ -185,21 +202,33 @@ __device__ float head_maximum(const Step& step, int64_t head) {
   return with_sink(step.params, head % step.params.shape.query_heads, block_max<kBlockThreads>(largest));
 }
 
-// Rows of K that a group has read. Every thread calls.
+// What a group has read of K. Every thread calls.
 template <int kBlockThreads>
-__device__ int64_t attended_rows(const Step& step, int64_t group) {
+__device__ KeysRead keys_read(const Step& step, int64_t group) {
+  const DecodeShape& shape = step.params.shape;
+  const int64_t b = group / shape.kv_heads;
+  const int64_t chunks = chunks_of(step, b);
   int64_t rows = 0;
-  const int64_t chunks = chunks_of(step, group / step.params.shape.kv_heads);
   for (int64_t c = threadIdx.x; c < chunks; c += kBlockThreads) {
     rows += step.attended[(group * step.plan.chunks + c) * 2];
   }
-  return block_sum<kBlockThreads>(rows);
-}
-
-// What a group has read of K, from its attended rows.
-__device__ inline KeysRead keys_read(const Step& step, int64_t rows) {
-  const DecodeShape& shape = step.params.shape;
-  return {.rows = rows, .features = shape.head_dim, .bytes = rows * shape.head_dim * element_size(shape.dtype)};
+  rows = block_sum<kBlockThreads>(rows);
+  int64_t packed = 0;  // of these rows
+  int64_t blocks = 0;
+  if (step.block_rows != nullptr) {
+    const int64_t whole = min(step.params.key_blocks.packed_rows(b) / kSketchRows, chunks * kSketchesPerChunk);
+    for (int64_t i = threadIdx.x; i < whole; i += kBlockThreads) {
+      const int64_t attended = step.block_rows[group * step.plan.chunks * kSketchesPerChunk + i];
+      packed += attended;
+      blocks += attended != 0 ? 1 : 0;
+    }
+    packed = block_sum<kBlockThreads>(packed);
+    blocks = block_sum<kBlockThreads>(blocks);
+  }
+  const int64_t features =
+      step.params.bernoulli.draws != 0 ? step.params.keys_read[group].features : shape.head_dim;
+  const int64_t numbers = blocks * kSketchRows * features + (rows - packed) * shape.head_dim;
+  return {.rows = rows, .features = features, .bytes = numbers * element_size(shape.dtype)};
 }
 
 }  // namespace santa::cuda

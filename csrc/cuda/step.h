@@ -15,6 +15,10 @@ struct Step {
   int value_access = 16;  // the same of V
   bool whole = false;     // stage "score" alone: rows past a sequence's length have scores too
 
+  float* query;         // [B, Hq, D]: the stochastic query, or null where q itself is scored
+  float* query_maxima;  // [B, Hq]: the largest |q| of each head
+  int32_t* block_rows;  // [B, Hkv, chunks * kSketchesPerChunk]: attended rows of each block, or null
+
   int32_t* attended;    // [B, Hkv, chunks, 2]
   float* chunk_maxima;  // [B, Hq, chunks]
   float* maxima;        // [B, Hq], or null where there are none: stages "draw" and "gather" alone
@@ -48,13 +52,23 @@ struct Step {
 
   float* partial_sums;  // [B, Hq, chunks]
   float* partial_out;   // [B, Hq, chunks, value_stride]
+
+  // Whether scores want more than rows of K and a query of the same dtype.
+  bool sketch() const { return params.key_blocks.present() || params.q_dtype != params.shape.dtype; }
 };
 
 // Bytes that every row can be read in at once, from its address and its strides. Throws std::invalid_argument
 // where an address is no multiple of its numbers' size; `name` is the argument's.
 int access_bytes(const char* name, const RowAddress& address, const DecodeShape& shape);
 
+// Throws std::invalid_argument where blocks of keys do not begin at multiples of 16 bytes, which is how they are
+// read and written.
+void check_block_access(const KeyBlocks& blocks, const DecodeShape& shape);
+
 // A step whose scratch lies in `memory`, plan.bytes of it. Results of stages alone are set afterwards.
 Step make_step(const DecodeParams& params, const LaunchPlan& plan, std::byte* memory);
+
+// Scores are of the stochastic query from here on.
+void use_stochastic_query(Step* step);
 
 }  // namespace santa::cuda
