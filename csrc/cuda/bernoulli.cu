@@ -89,13 +89,7 @@ class Randomizer {
       const auto scan = block_scan<kThreads>(uint64_t{inclusion});
       const bool taken = takes_feature(before + scan.before, inclusion, bits);
       before += scan.total;
-      for (int h = 0; d < dim_ && h < heads_; ++h) {
-        const float q = feature(h, d);
-        out(h)[d] = !is_finite(step_.query_maxima[first_ + h]) ? nan()
-                    : most == 0.0f                             ? q
-                    : taken                                    ? expanded_feature(q, inclusion)
-                                                               : 0.0f;
-      }
+      if (d < dim_) write_feature(d, most, taken, inclusion);
     }
   }
 
@@ -130,6 +124,17 @@ class Randomizer {
     return warp_max(largest);
   }
 
+  // Feature d of all heads.
+  __device__ void write_feature(int d, float most, bool taken, uint32_t inclusion) const {
+    for (int h = 0; h < heads_; ++h) {
+      const float q = feature(h, d);
+      out(h)[d] = !is_finite(step_.query_maxima[first_ + h]) ? nan()
+                  : most == 0.0f                             ? q
+                  : taken                                    ? expanded_feature(q, inclusion)
+                                                             : 0.0f;
+    }
+  }
+
   // What feature d weighs in the draw of the group, from the heads that are finite.
   __device__ float size(int d, float most) const {
     float square = 0.0f;
@@ -148,7 +153,8 @@ class Randomizer {
   const DrawKey key_;
 };
 
-__global__ void __launch_bounds__(kThreads) bernoulli_kernel(const __grid_constant__ Step step) {
+template <bool kShared>
+__global__ void __launch_bounds__(kThreads, 4) bernoulli_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
   const DecodeParams& params = step.params;
@@ -157,7 +163,11 @@ __global__ void __launch_bounds__(kThreads) bernoulli_kernel(const __grid_consta
   const int64_t position =
       params.draw.position.data != nullptr ? params.draw.position[b] : find_attended_end(params, b);
   const Randomizer randomizer(step, b, blockIdx.x % kv_heads, position);
-  params.bernoulli.shared ? randomizer.draw_group() : randomizer.draw_heads();
+  if constexpr (kShared) {
+    randomizer.draw_group();
+  } else {
+    randomizer.draw_heads();
+  }
   if (params.keys_read == nullptr) return;
   __syncthreads();
   const int64_t used = randomizer.used_features();
@@ -168,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) bernoulli_kernel(const __grid_consta
 
 void bernoulli(const Step& step, void* stream) {
   const DecodeShape& shape = step.params.shape;
-  launch(bernoulli_kernel,
+  launch(step.params.bernoulli.shared ? bernoulli_kernel<true> : bernoulli_kernel<false>,
          {.name = "bernoulli",
           .grid = dim3(static_cast<unsigned>(shape.batch * shape.kv_heads)),
           .block = dim3(kThreads),

@@ -109,7 +109,7 @@ class Packer {
 // Grid: groups times the blocks that so many rows may complete, one at least. The first of a group's blocks is the
 // one that reads open rows, so it writes them too, afterwards.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 8) pack_kernel(const __grid_constant__ AppendParams params, int access,
+__global__ void __launch_bounds__(kThreads, 4) pack_kernel(const __grid_constant__ AppendParams params, int access,
                                                         uint32_t most_blocks) {
   wait_for_previous_grid();
   let_next_grid_start();
