@@ -86,8 +86,8 @@ py::dict describe(const santa::Splits& splits) {
 
 // Plan of a decode step on a GPU as text and numbers.
 py::dict plan_launch(const std::vector<int64_t>& sizes, const std::string& dtype, const std::string& method,
-                     int64_t samples, bool statistics, const std::vector<int64_t>& device,
-                     double bytes_per_second, bool sketch, bool bernoulli) {
+                     int64_t samples, bool statistics, const std::vector<int64_t>& device, double bytes_per_second,
+                     bool sketch, bool bernoulli) {
   if (sizes.size() != 6) {
     throw std::invalid_argument("plan_launch: sizes must be B, Hq, Hkv, L, D, Dv, got " +
                                 std::to_string(sizes.size()) + " numbers");
@@ -168,6 +168,5 @@ PYBIND11_MODULE(_C, m) {
         py::arg("head_dim"), py::arg("value_dim"), py::arg("method"), "Scratch plan of a CPU decode step.");
   m.def("plan_launch", &plan_launch, py::arg("sizes"), py::arg("dtype"), py::arg("method"), py::arg("samples"),
         py::arg("statistics"), py::arg("device"), py::arg("bytes_per_second") = 0.0, py::arg("sketch") = false,
-        py::arg("bernoulli") = false,
-        "Launch plan of a CUDA decode step; see santa_torch.plan.");
+        py::arg("bernoulli") = false, "Launch plan of a CUDA decode step; see santa_torch.plan.");
 }

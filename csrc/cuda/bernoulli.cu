@@ -1,8 +1,8 @@
 // Stage "bernoulli_query": the stochastic query [B, Hq, D] in fp32 that takes the place of q [B, Hq, D] in every
 // score, before the keys are read.
 //
-// Grid: one block per group, 128 threads: a thread to a feature where the heads of a group share their draw, a warp
-// to a head where they do not. A step has few queries and reads them from the caches.
+// Grid: one block per group, 128 threads: a thread to a feature where the heads of a group share their draw, a
+// warp to a head where they do not. A step has few queries and reads them from the caches.
 #include "../math/bernoulli.h"
 #include "kernels.h"
 #include "scan.cuh"

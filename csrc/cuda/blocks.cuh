@@ -10,8 +10,8 @@ namespace santa::cuda {
 template <class T>
 constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));
 
-// The features that one lane of each octet adds up: those of its part of a row, ascending. A staged row is cut into
-// the same parts (Scorer), so that a sum has the same bits from either layout.
+// The features that one lane of each octet adds up: those of its part of a row, ascending. A staged row is cut
+// into the same parts (Scorer), so that a sum has the same bits from either layout.
 struct FeatureList {
   const int32_t* features;  // [count], in shared memory
   int count;
@@ -24,9 +24,9 @@ __device__ __forceinline__ int features_of_part(int64_t query_stride) {
   return (vectors + kRowParts - 1) / kRowParts * kElements<T>;
 }
 
-// Lists the features d of a head dim for which uses(d) holds, or feature 0 where it holds for none: its products are
-// 0, or NaN as the head is. `memory` has room for kRowParts lists. Every thread of the block calls, and gets the list
-// of its lane's part.
+// Lists the features d of a head dim for which uses(d) holds, or feature 0 where it holds for none: its products
+// are 0, or NaN as the head is. `memory` has room for kRowParts lists. Every thread of the block calls, and gets
+// the list of its lane's part.
 template <class T, class Uses>
 __device__ __forceinline__ FeatureList list_features(int64_t head_dim, int64_t query_stride, int32_t* memory,
                                                      const Uses& uses) {
@@ -60,14 +60,14 @@ __device__ __forceinline__ FeatureList list_features(int64_t head_dim, int64_t q
 }
 
 // Products of the queries of kHeadTile heads with all rows of a block; write(h, row, product) gets each. A warp
-// calls: lane i + 8 p takes eight rows, in vectors of 16 bytes, and the features of part p. Parts are then added as
-// (0 + 2) + (1 + 3), while lanes hand half of their rows to one another.
-template <class T, class Write>
-__device__ __forceinline__ void score_block(const T* block, const FeatureList& list,
-                                            const float* const (&q)[kHeadTile], const Write& write) {
+// calls: lane i + 8 p takes eight rows, in vectors of 16 bytes, and the features of part p. Parts are then added
+// as (0 + 2) + (1 + 3), while lanes hand half of their rows to one another.
+template <class T, int kVectorsAhead, class Write>
+__device__ __forceinline__ void score_block(const T* block, const FeatureList& list, const float* q,
+                                            const int (&q_at)[kHeadTile], const Write& write) {
   constexpr int kLaneRows = static_cast<int>(kSketchRows) / kOctet;
   constexpr int kVectors = kLaneRows / kElements<T>;
-  constexpr int kAhead = 4 / kVectors;  // features on their way: loads hide how long memory takes
+  constexpr int kAhead = (kVectorsAhead + kVectors - 1) / kVectors;  // features on their way
   const int lane = static_cast<int>(lane_id());
   const int part = lane / kOctet;
   const T* mine = block + lane % kOctet * kElements<T>;
@@ -92,14 +92,21 @@ __device__ __forceinline__ void score_block(const T* block, const FeatureList& l
     for (int i = 0; i < kAhead; ++i) {
       if (first + i >= list.count) break;
       const int d = list.features[first + i];
-      float k[kLaneRows];
+      float feature[kHeadTile];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) widen<T>(keys[i][v], k + v * kElements<T>);
+      for (int h = 0; h < kHeadTile; ++h) feature[h] = q[q_at[h] + d];
 #pragma unroll
-      for (int h = 0; h < kHeadTile; ++h) {
-        const float feature = q[h][d];
+      for (int v = 0; v < kVectors; ++v) {
+        float k[kElements<T>];
+        widen<T>(keys[i][v], k);
 #pragma unroll
-        for (int r = 0; r < kLaneRows; ++r) sum[h][r] = __fmaf_rn(feature, k[r], sum[h][r]);
+        for (int e = 0; e < kElements<T>; ++e) {
+#pragma unroll
+          for (int h = 0; h < kHeadTile; ++h) {
+            float& to = sum[h][v * kElements<T> + e];
+            to = __fmaf_rn(feature[h], k[e], to);
+          }
+        }
       }
     }
   }

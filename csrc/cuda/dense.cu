@@ -57,7 +57,7 @@ template <class T, bool kSketch>
 __global__ void __launch_bounds__(kThreads, kScoreBlocks) dense_kernel(const __grid_constant__ Step step) {
   wait_for_previous_grid();
   let_next_grid_start();
-  const Scorer<T, kSketch> scorer(step, blockIdx.x);
+  const Scorer<T, kSketch, 3> scorer(step, blockIdx.x);
   scorer.run([&](int64_t chunk) {
     for (int h = static_cast<int>(threadIdx.x) / kWarpLanes; h < scorer.heads(); h += kWarps) {
       const float largest = chunk_maximum(scorer.scores(h));
@@ -130,11 +130,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (threadIdx.x == 0) step.params.squared_error[head] = 0.0f;
   if (local % shape.group_size() != 0) return;
   const int64_t group = head / shape.group_size();
-  const KeysRead read = keys_read<kThreads>(step, group);
-  if (threadIdx.x == 0) {
-    step.params.keys_read[group] = read;
-    step.params.value_rows[group] = read.rows;
-  }
+  const int64_t rows = count_keys<kThreads>(step, group);
+  if (threadIdx.x == 0) step.params.value_rows[group] = rows;
 }
 
 }  // namespace

@@ -109,8 +109,7 @@ __device__ inline void count_rows(const Step& step, const DrawnRows& drawn, int6
     atomic_add(reinterpret_cast<uint64_t*>(step.params.value_rows + group), static_cast<uint64_t>(fresh));
   }
   if (list != first_list) return;
-  const KeysRead read = keys_read<kThreads>(step, group);
-  if (threadIdx.x == 0) step.params.keys_read[group] = read;
+  count_keys<kThreads>(step, group);
 }
 
 }  // namespace santa::cuda

@@ -21,8 +21,8 @@ __device__ __forceinline__ void load_features(const void* from, float* to) {
 // one order, wherever the row lies: features in order within a part, then parts (0 + 2) + (1 + 3).
 //
 // With kSketch rows in whole blocks of the sketch are scored from there before the others, straight from global
-// memory, and queries may be fp32 beside 16-bit keys.
-template <class T, bool kSketch>
+// memory with kVectorsAhead vectors of a lane on their way, and queries may be fp32 beside 16-bit keys.
+template <class T, bool kSketch, int kVectorsAhead = 4>
 class Scorer {
  public:
   // Of one block; `block` counts units (groups times head blocks) and splits.
@@ -113,8 +113,8 @@ class Scorer {
     return false;
   }
 
-  // Scores the range's rows in whole blocks of the sketch, and is done with the chunks that have no others. Returns
-  // the first row that is left.
+  // Scores the range's rows in whole blocks of the sketch, and is done with the chunks that have no others.
+  // Returns the first row that is left.
   template <class Done>
   __device__ int64_t score_blocks(int64_t end, const Done& done) const {
     const int64_t begin = range_.begin * kChunkRows;
@@ -124,28 +124,29 @@ class Scorer {
     const FeatureList list =
         list_features<T>(params_.shape.head_dim, step_.plan.query_stride,
                          reinterpret_cast<int32_t*>(memory_ + layout_.stages), [&](int d) { return uses(d); });
-    for (int64_t row = begin; row < packed; row += kChunkRows) {
-      list_attended(row / kChunkRows);
+    const int blocks = static_cast<int>(packed / kSketchRows);
+    constexpr int kOfChunk = static_cast<int>(kSketchesPerChunk);
+    for (int block = static_cast<int>(begin / kSketchRows); block < blocks; block += kOfChunk) {
+      list_attended(block / kOfChunk);
       __syncthreads();  // scores of the chunk before have been read
-      score_blocks_of_chunk(row, min(packed, row + kChunkRows), list);
+      score_blocks_of_chunk(block, min(blocks - block, kOfChunk), list);
       __syncthreads();
-      if (row + kChunkRows <= packed) done(row / kChunkRows);
+      if (block + kOfChunk <= blocks) done(block / kOfChunk);
     }
     return packed;
   }
 
   // Warps take one block by one tile of heads each; those that take the same block are at it together.
-  __device__ void score_blocks_of_chunk(int64_t begin, int64_t end, const FeatureList& list) const {
-    const int blocks = static_cast<int>((end - begin) / kSketchRows);
+  __device__ void score_blocks_of_chunk(int first, int blocks, const FeatureList& list) const {
     const int head_tiles = (heads_ + kHeadTile - 1) / kHeadTile;
     for (int i = static_cast<int>(threadIdx.x) / kWarpLanes; i < blocks * head_tiles; i += kWarps) {
-      score_block_for(begin + i / head_tiles * kSketchRows, i % head_tiles * kHeadTile, list);
+      score_block_for(first + i / head_tiles, i % head_tiles * kHeadTile, list);
     }
   }
 
-  __device__ void score_block_for(int64_t begin, int first_head, const FeatureList& list) const {
+  __device__ void score_block_for(int block, int first_head, const FeatureList& list) const {
     const int lane = static_cast<int>(lane_id());
-    const int64_t block = begin / kSketchRows;
+    const int64_t begin = block * kSketchRows;
     int attended = static_cast<int>(max(min(kSketchRows, length_ - begin), int64_t{0}));
     if (masked()) attended = warp_sum(int{loaded(begin + lane)} + int{loaded(begin + kWarpLanes + lane)});
     if (step_.block_rows != nullptr && lane == 0 && first_head == 0 && first_ == 0) {
@@ -153,7 +154,8 @@ class Scorer {
     }
     const auto write = [&](int h, int r, float product) {
       if (first_head + h >= heads_) return;
-      scores(first_head + h)[(begin + r) % kChunkRows] = finish(first_head + h, begin + r, product);
+      const int64_t row = block * kSketchRows + r;
+      scores(first_head + h)[row % kChunkRows] = finish(first_head + h, row, product);
     };
     if (attended == 0) {
       for (int h = 0; h < kHeadTile; ++h) {
@@ -162,11 +164,13 @@ class Scorer {
       }
       return;
     }
-    const float* q[kHeadTile];
+    int q_at[kHeadTile];
 #pragma unroll
-    for (int h = 0; h < kHeadTile; ++h) q[h] = query(min(first_head + h, heads_ - 1));
+    for (int h = 0; h < kHeadTile; ++h) {
+      q_at[h] = min(first_head + h, heads_ - 1) * static_cast<int>(step_.plan.query_stride);
+    }
     const auto* keys = static_cast<const T*>(params_.key_blocks.data);
-    score_block<T>(keys + params_.key_blocks.offset(b_, kv_, block), list, q, write);
+    score_block<T, kVectorsAhead>(keys + params_.key_blocks.offset(b_, kv_, block), list, query(0), q_at, write);
   }
 
   __device__ bool any_attends(int64_t row) const {

@@ -11,8 +11,8 @@
 namespace santa::cuda {
 namespace {
 
-// Rows that a sequence holds and that it gets. What its blocks have no room for is left out, as are rows that k does
-// not have: nothing on the host may look.
+// Rows that a sequence holds and that it gets. What its blocks have no room for is left out, as are rows that k
+// does not have: nothing on the host may look.
 struct Rows {
   int64_t held;
   int64_t added;
@@ -109,8 +109,8 @@ class Packer {
 // Grid: groups times the blocks that so many rows may complete, one at least. The first of a group's blocks is the
 // one that reads open rows, so it writes them too, afterwards.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4) pack_kernel(const __grid_constant__ AppendParams params, int access,
-                                                        uint32_t most_blocks) {
+__global__ void __launch_bounds__(kThreads, 4)
+    pack_kernel(const __grid_constant__ AppendParams params, int access, uint32_t most_blocks) {
   wait_for_previous_grid();
   let_next_grid_start();
   const uint32_t group = blockIdx.x / most_blocks;
@@ -119,9 +119,8 @@ __global__ void __launch_bounds__(kThreads, 4) pack_kernel(const __grid_constant
   const Packer<T> packer(params, access, group / kv_heads, group % kv_heads);
   const int64_t block = packer.rows().held / kSketchRows + i;
   if ((block + 1) * kSketchRows <= packer.rows().end()) packer.pack(block);
-  if (i != 0) return;
-  __syncthreads();
-  packer.keep_open();
+  // Whatever was packed has been read, behind the barriers of its copies.
+  if (i == 0) packer.keep_open();
 }
 
 // Grid: a thread per sequence.

@@ -202,9 +202,9 @@ __device__ float head_maximum(const Step& step, int64_t head) {
   return with_sink(step.params, head % step.params.shape.query_heads, block_max<kBlockThreads>(largest));
 }
 
-// What a group has read of K. Every thread calls.
+// Notes what a group has read of K. Every thread calls, and gets the rows.
 template <int kBlockThreads>
-__device__ KeysRead keys_read(const Step& step, int64_t group) {
+__device__ int64_t count_keys(const Step& step, int64_t group) {
   const DecodeShape& shape = step.params.shape;
   const int64_t b = group / shape.kv_heads;
   const int64_t chunks = chunks_of(step, b);
@@ -225,10 +225,14 @@ __device__ KeysRead keys_read(const Step& step, int64_t group) {
     packed = block_sum<kBlockThreads>(packed);
     blocks = block_sum<kBlockThreads>(blocks);
   }
-  const int64_t features =
-      step.params.bernoulli.draws != 0 ? step.params.keys_read[group].features : shape.head_dim;
-  const int64_t numbers = blocks * kSketchRows * features + (rows - packed) * shape.head_dim;
-  return {.rows = rows, .features = features, .bytes = numbers * element_size(shape.dtype)};
+  if (threadIdx.x == 0) {
+    KeysRead& read = step.params.keys_read[group];
+    read.rows = rows;
+    if (step.params.bernoulli.draws == 0) read.features = shape.head_dim;  // or stage "bernoulli_query" did
+    const int64_t numbers = blocks * kSketchRows * read.features + (rows - packed) * shape.head_dim;
+    read.bytes = numbers * element_size(shape.dtype);
+  }
+  return rows;
 }
 
 }  // namespace santa::cuda
