@@ -595,10 +595,10 @@ def battery() -> Callable[[Any], None]:
     return check
 
 
-def main() -> None:
+def serve(check: Callable[[Any], None]) -> None:
+    """Answer for each library whose name comes in."""
     import torch
 
-    check = battery()
     for line in sys.stdin:
         path = line.strip()
         read, write = os.pipe()
@@ -621,4 +621,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(battery())

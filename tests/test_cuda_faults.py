@@ -1,4 +1,4 @@
-"""Faults planted in the real CUDA kernels: each has to be found by the battery of cuda_faults.py.
+"""Faults planted in the real CUDA kernels: each has to be found by the battery of its list.
 
 A fault is a change of the text of one file. What includes that file is compiled again, with the
 emulator, and linked with the unchanged rest; a child process runs the battery on the result.
@@ -19,10 +19,16 @@ import pytest
 import simt_library
 from cuda_faults import FAULTS, Fault
 from cuda_more_faults import MORE_FAULTS
+from cuda_sketch_faults import SKETCH_FAULTS
 from simt_library import CSRC, ROOT
 
 CUDA = CSRC / "cuda"
-ALL_FAULTS = [*FAULTS, *MORE_FAULTS]
+# Programs that run a battery, and the faults that it has to find.
+BATTERIES = {
+    "cuda_faults.py": [*FAULTS, *MORE_FAULTS],
+    "cuda_sketch_faults.py": SKETCH_FAULTS,
+}
+ALL_FAULTS = [(program, fault) for program, faults in BATTERIES.items() for fault in faults]
 
 
 def compile_to(target: Path, arguments: list[str]) -> None:
@@ -48,6 +54,7 @@ def includers(name: str) -> list[str]:
 def test_who_includes_what() -> None:
     assert includers("score.cu") == ["score.cu"]
     assert includers("score.cuh") == ["dense.cu", "score.cu"]
+    assert includers("blocks.cuh") == ["dense.cu", "score.cu"]
     assert includers("device.cuh") == sorted(path.name for path in simt_library.kernels())
 
 
@@ -80,10 +87,10 @@ def plant(fault: Fault, folder: Path) -> Path:
 class Battery:
     """The program that runs the checks; asked library by library."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         self.process = subprocess.Popen(
-            [sys.executable, ROOT / "tests/cuda_faults.py"],
+            [sys.executable, ROOT / "tests" / program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -101,8 +108,9 @@ class Battery:
 
 
 @pytest.fixture(scope="module")
-def battery() -> Battery:
-    return Battery()
+def batteries() -> dict[str, Battery]:
+    """By their program."""
+    return {program: Battery(program) for program in BATTERIES}
 
 
 @pytest.fixture(scope="module")
@@ -114,20 +122,27 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         yield {
             fault.name: pool.submit(plant, fault, folder / str(at))
-            for at, fault in enumerate(ALL_FAULTS)
+            for at, (_, fault) in enumerate(ALL_FAULTS)
         }
 
 
 @pytest.mark.parametrize("races", [False, True], ids=["plain", "races"])
-def test_the_battery_passes_the_kernels_as_they_are(battery: Battery, races: bool) -> None:
-    assert battery.run(simt_library.build(races)) == "ok"
-
-
-@pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_a_planted_fault_is_found(
-    fault: Fault, battery: Battery, planted: dict[str, Future[Path]]
+@pytest.mark.parametrize("program", BATTERIES)
+def test_the_battery_passes_the_kernels_as_they_are(
+    program: str, races: bool, batteries: dict[str, Battery]
 ) -> None:
-    answer = battery.run(planted[fault.name].result())
+    assert batteries[program].run(simt_library.build(races)) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    ALL_FAULTS,
+    ids=[fault.name.replace(" ", "-") for _, fault in ALL_FAULTS],
+)
+def test_a_planted_fault_is_found(
+    program: str, fault: Fault, batteries: dict[str, Battery], planted: dict[str, Future[Path]]
+) -> None:
+    answer = batteries[program].run(planted[fault.name].result())
     assert answer != "ok"
     print(answer)
     if fault.races:  # by the checker itself, not by luck

@@ -134,9 +134,7 @@ def test_rows_that_have_no_room_are_left_out() -> None:
     assert none.block_rows.tolist() == [BLOCK - 1] * 2
     # Memory ends with the last block and the last open row.
     edged = Sketch.empty(k, 2)
-    edged = edged._replace(
-        key_blocks=fenced(edged.key_blocks), open_rows=fenced(edged.open_rows)
-    )
+    edged = edged._replace(key_blocks=fenced(edged.key_blocks), open_rows=fenced(edged.open_rows))
     ops.sketch_append(*edged, fenced(k))
     assert_sketch(edged, sketch_of(k, [room, room]))
 
