@@ -471,7 +471,7 @@ def battery() -> Callable[[Any], None]:
         for method in ("dense", "systematic", "shared"):
             want = decode(ops, inputs, method)
             got = decode(ops, inputs, method, **made)
-            assert_equal("keys_read", got.key_rows, sketch.expected_reads(inputs, rows, None))
+            assert_equal("keys_read", got.keys_read, sketch.expected_reads(inputs, rows, None))
             for name in ("out", "lse", "value_rows", "squared_error"):
                 assert_equal(f"{method}: {name}", getattr(got, name), getattr(want, name))
             shared = method != "systematic"
@@ -481,7 +481,7 @@ def battery() -> Callable[[Any], None]:
                 **sketch.WHERE,
             )  # fmt: skip
             got = decode(ops, inputs, method, **given, **made)
-            assert_equal("keys_read", got.key_rows, sketch.expected_reads(inputs, rows, query))
+            assert_equal("keys_read", got.keys_read, sketch.expected_reads(inputs, rows, query))
             want = decode(ops, inputs, method, **given)
             assert_equal(f"{method}: out", got.out, want.out)
             if case.dtype == torch.float32:

@@ -402,8 +402,8 @@ def test_steps_with_a_sketch_are_those_without(case: Case, method: str, races: b
     want = decode(ops, inputs, method)
     SETTINGS[(at + 1) % 4].use(races)
     got = decode(ops, inputs, method, **sketch_of(inputs.k, rows).keys())
-    assert_equal("keys_read", got.key_rows, expected_reads(inputs, rows, None))
-    assert_results(got._replace(key_rows=want.key_rows), want)
+    assert_equal("keys_read", got.keys_read, expected_reads(inputs, rows, None))
+    assert_results(got._replace(keys_read=want.keys_read), want)
 
 
 @pytest.mark.parametrize("races", [False, True], ids=["plain", "races"])
@@ -424,15 +424,15 @@ def test_steps_with_a_stochastic_query(method: str, shared: bool, races: bool) -
         )
         given = dict(bernoulli_draws=3, bernoulli_shared=shared)
         got = decode(ops, inputs, method, **given, **sketch_of(inputs.k, rows).keys())
-        assert_equal("keys_read", got.key_rows, expected_reads(inputs, rows, query))
+        assert_equal("keys_read", got.keys_read, expected_reads(inputs, rows, query))
         without = decode(ops, inputs, method, **given)
         none = expected_reads(inputs, [0] * case.batch, query)
-        assert_equal("keys_read", without.key_rows, none)
-        assert_results(got._replace(key_rows=without.key_rows), without)
+        assert_equal("keys_read", without.keys_read, none)
+        assert_results(got._replace(keys_read=without.keys_read), without)
         # The same decode of fp32 rows and the query as it is.
         if case.dtype == torch.float32:
             plain = decode(ops, inputs._replace(q=query), method, position=ends)
-            assert_results(without._replace(key_rows=plain.key_rows), plain)
+            assert_results(without._replace(keys_read=plain.keys_read), plain)
         scores, maxima = score(ops, inputs._replace(q=query), sparse_query=True)
         if method == "shared":
             assert_drawn_from(ops, got, scores, maxima, inputs, ends)
@@ -531,6 +531,6 @@ def test_the_levels_of_the_cpu_read_the_same() -> None:
             for draws in (0, 3):
                 given = dict(bernoulli_draws=draws, **rows)
                 cpu, simt = (decode(x, inputs, "systematic", **given) for x in (CPU, ops))
-                assert_equal("keys_read", simt.key_rows, cpu.key_rows)
+                assert_equal("keys_read", simt.keys_read, cpu.keys_read)
     finally:
         CPU.set_cpu_level(before)
