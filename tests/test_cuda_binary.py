@@ -27,8 +27,10 @@ DTYPES = ("f", "Half", "BFloat")  # as names of instances are mangled
 
 # Which instances there must be; a kernel that is missing here, or that has one more, fails.
 INSTANCES = {
-    **dict.fromkeys(("score_kernel", "dense_kernel", "merge_kernel", "weigh_kernel"), 3),
-    **dict.fromkeys(("finish_maxima_kernel", "include_kernel", "draw_kernel"), 1),
+    **dict.fromkeys(("score_kernel", "dense_kernel"), 6),  # with a sketch and without
+    **dict.fromkeys(("merge_kernel", "weigh_kernel", "pack_kernel"), 3),
+    **dict.fromkeys(("finish_maxima_kernel", "include_kernel", "draw_kernel", "count_kernel"), 1),
+    "bernoulli_kernel": 2,  # a draw for each head, and one for all
     "gather_kernel": 5,  # into the dtype of V, and into fp32
 }
 
@@ -134,6 +136,7 @@ def test_static_shared_memory(compiled: list[Compiled]) -> None:
             limit = {
                 **dict.fromkeys(("score_kernel", "dense_kernel"), sizes["kStaticBytes"]),
                 "include_kernel": 4 * sizes["kIncludeHeads"] + 64,
+                "pack_kernel": 64 * (sizes["kPackBytes"] + sizes["kVectorBytes"]),
             }
             assert usage.shared <= limit.get(usage.kernel, 2048), usage
             continue
@@ -180,12 +183,15 @@ def test_machine_code(cuobjdump: Path, compiled: list[Compiled]) -> None:
             assert not re.search(r"\b(LDL|STL)\b", code), mangled
             # Sums of floats by atomics would depend on the order in which blocks come.
             assert not re.search(r"\b(RED|ATOM)\w*\.\S*F(16|32|64)", code), mangled
-            if usage.kernel in ("score_kernel", "dense_kernel", "gather_kernel"):
+            if usage.kernel in ("score_kernel", "dense_kernel", "gather_kernel", "pack_kernel"):
                 # Rows are copied in the background, 16 bytes at once and past the L1 cache.
                 assert re.search(r"LDGSTS\.E\.BYPASS(\.\w+)*\.128", code), mangled
                 assert "LDGDEPBAR" in code, mangled
             if usage.kernel in ("score_kernel", "dense_kernel"):
                 assert re.search(r"\bLDS\.128\b", code), mangled
+                # Runs of a block are read straight into registers, 16 bytes at once.
+                sketch = "Lb1E" in mangled
+                assert bool(re.search(r"\bLDG\.E\.128\b", code)) == sketch, mangled
             if usage.kernel in ("merge_kernel", "gather_kernel"):
                 assert "DADD" in code, mangled
     assert seen == set(INSTANCES)
@@ -219,6 +225,9 @@ def test_products_are_rounded_before_they_are_added(toolkit: Path, tmp_path: Pat
     assert not re.search(r"\bfma\.rn(\.ftz)?\.f32", include)
     assert re.search(r"\bsqrt\.rn\.f32", include)
     assert not re.search(r"\.approx", include.replace("rcp.approx.ftz.f64", ""))
+    # So do stochastic queries, which have to be those of the CPU too.
+    for mangled, code in ptx_of(toolkit, "80", "bernoulli", tmp_path).items():
+        assert not re.search(r"\bfma\.rn(\.ftz)?\.f32", code), mangled
     # Partial outputs are merged as the CPU does: a product, then a sum.
     for mangled, code in ptx_of(toolkit, "80", "dense", tmp_path).items():
         if "merge_kernel" in mangled:
