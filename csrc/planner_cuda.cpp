@@ -106,7 +106,8 @@ void plan_memory(const DecodeShape& shape, bool statistics, const KeyReading& re
 }
 
 // A stochastic query is taken to use all features of the keys: how many it does is not known before it is drawn.
-void predict(const DecodeShape& shape, int64_t samples, const DeviceInfo& device, LaunchPlan* plan) {
+void predict(const DecodeShape& shape, int64_t samples, const DeviceInfo& device, const KeyReading& reading,
+             LaunchPlan* plan) {
   const int64_t heads = shape.batch * shape.query_heads;
   const int64_t groups = shape.batch * shape.kv_heads;
   const int64_t size = element_size(shape.dtype);
@@ -122,6 +123,7 @@ void predict(const DecodeShape& shape, int64_t samples, const DeviceInfo& device
     const int64_t weights = heads * plan->padded_rows * 4;  // scores out and in, weights out; in again with shared
     scratch = (shared ? 4 : 3) * weights + (shared ? groups * plan->padded_rows * 4 : 0);
   }
+  if (reading.bernoulli) scratch += 2 * heads * shape.head_dim * 4;
   plan->predicted_bytes = plan->predicted_kv_bytes + scratch;
   plan->predicted_microseconds = device.bytes_per_second > 0.0
                                      ? 1e6 * static_cast<double>(plan->predicted_bytes) / device.bytes_per_second
@@ -176,7 +178,7 @@ LaunchPlan plan_launch(const DecodeShape& shape, Method method, int64_t samples,
   plan.overlap = device.compute_capability >= kOverlapCapability;
   check_grids(plan);
   plan_memory(shape, statistics, reading, &plan);
-  predict(shape, samples, device, &plan);
+  predict(shape, samples, device, reading, &plan);
   return plan;
 }
 

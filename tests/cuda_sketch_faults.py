@@ -390,10 +390,10 @@ def battery() -> Callable[[Any], None]:
         q[0, 2, 0] = torch.inf
         q[1, 0] = 0.0
         for shared in (False, True):
-            given = dict(
-                draws=draws, shared=shared, kv_heads=2, seed=torch.tensor([7, 8]),
-                position=torch.tensor([3, 2**33]),
-            )  # fmt: skip
+            given = {
+                "draws": draws, "shared": shared, "kv_heads": 2, "seed": torch.tensor([7, 8]),
+                "position": torch.tensor([3, 2**33]),
+            }  # fmt: skip
             queries.append((q, given, cpu.bernoulli_query(q, **given)))
     # Blocks beyond 2^31 elements from their beginning, in memory that is never touched.
     flat = torch.empty(2**31 + 2**16, dtype=torch.float16)
@@ -486,7 +486,7 @@ def battery() -> Callable[[Any], None]:
             position=ends,
             **sketch.WHERE,
         )
-        given = dict(bernoulli_draws=3, bernoulli_shared=shared)
+        given = {"bernoulli_draws": 3, "bernoulli_shared": shared}
         got = decode(ops, inputs, method, **given, **made)
         assert_equal("keys_read", got.keys_read, sketch.expected_reads(inputs, rows, query))
         if case.dtype == torch.float32:
@@ -501,7 +501,7 @@ def battery() -> Callable[[Any], None]:
             mask = (torch.arange(3000) < length).expand(1, 2, 3000).clone()
             mask[:, 0] = False
             masked = long._replace(mask=mask)
-            given = dict(bernoulli_draws=2, bernoulli_shared=False)
+            given = {"bernoulli_draws": 2, "bernoulli_shared": False}
             got = decode(ops, masked, "systematic", **given)
             want = decode(ops, masked, "systematic", position=torch.tensor([length]), **given)
             assert_equal("query of a position", got.out, want.out)

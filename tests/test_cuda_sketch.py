@@ -330,10 +330,10 @@ def test_stochastic_queries_are_those_of_the_cpu(at: int, shared: bool, races: b
     q[1, 0, dim // 2] = torch.nan
     q[2, heads - 1, 0] = torch.inf
     q[2, heads // 2] = 0.0
-    given = dict(
-        draws=draws, shared=shared, kv_heads=kv_heads, seed=torch.tensor([3, -4, 2**40]),
-        position=torch.tensor([0, 77, 2**31]), layer=5, head_offset=heads,
-    )  # fmt: skip
+    given = {
+        "draws": draws, "shared": shared, "kv_heads": kv_heads, "seed": torch.tensor([3, -4, 2**40]),
+        "position": torch.tensor([0, 77, 2**31]), "layer": 5, "head_offset": heads,
+    }  # fmt: skip
     assert_equal("query", ops.bernoulli_query(q, **given), CPU.bernoulli_query(q, **given))
 
 
@@ -345,9 +345,13 @@ def test_a_group_that_has_no_number_or_only_zeros() -> None:
     q[0, 0, 3] = -0.0
     q[1, 2:, 1] = torch.nan
     for shared in (False, True):
-        given = dict(
-            draws=4, shared=shared, kv_heads=2, seed=torch.tensor([1]), position=torch.tensor([2])
-        )
+        given = {
+            "draws": 4,
+            "shared": shared,
+            "kv_heads": 2,
+            "seed": torch.tensor([1]),
+            "position": torch.tensor([2]),
+        }
         assert_equal("query", ops.bernoulli_query(q, **given), CPU.bernoulli_query(q, **given))
 
 
@@ -422,7 +426,7 @@ def test_steps_with_a_stochastic_query(method: str, shared: bool, races: bool) -
         query = ops.bernoulli_query(
             inputs.q, draws=3, shared=shared, kv_heads=case.kv_heads, position=ends, **WHERE
         )
-        given = dict(bernoulli_draws=3, bernoulli_shared=shared)
+        given = {"bernoulli_draws": 3, "bernoulli_shared": shared}
         got = decode(ops, inputs, method, **given, **sketch_of(inputs.k, rows).keys())
         assert_equal("keys_read", got.keys_read, expected_reads(inputs, rows, query))
         without = decode(ops, inputs, method, **given)
@@ -477,7 +481,7 @@ def test_the_default_position_is_found_from_the_end_of_a_mask(length: int) -> No
         mask = torch.zeros(1, heads, 5000, dtype=torch.bool)
         mask[0, heads - 1, :length] = True
         masked = inputs._replace(mask=mask)
-        given = dict(bernoulli_draws=2, bernoulli_shared=False)
+        given = {"bernoulli_draws": 2, "bernoulli_shared": False}
         got = decode(ops, masked, "systematic", **given)
         want = decode(ops, masked, "systematic", position=torch.tensor([length]), **given)
         assert_results(got, want)

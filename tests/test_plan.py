@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from santa_torch import _load
 from santa_torch.__main__ import main
 from santa_torch.config import METHODS
 from santa_torch.plan import DEVICES, DeviceFigures, plan
@@ -157,6 +158,31 @@ def test_launches(device: str, method: str) -> None:
     found = planned(device, "32/8", 1, 8 * K, method=method)
     assert found["launches"] == {"dense": 2, "shared": 5}.get(method, 4)
     assert found["overlap"] == (device in ("h100", "h200", "b200"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stochastic_query_is_a_launch_and_a_sketch_is_none(method: str) -> None:
+    """The query needs memory, and with statistics the rows of every block of the sketch do."""
+    figures = DEVICES["h100"]
+    device = [figures.multiprocessors, figures.shared_bytes]
+    device += [figures.shared_bytes_per_multiprocessor, figures.compute_capability]
+
+    def found(statistics: bool = False, **reading: bool) -> dict[str, Any]:
+        sizes = [2, 12, 4, 700, 100, 64]
+        return _load.C.plan_launch(sizes, "bfloat16", method, 9, statistics, device, **reading)
+
+    plain, counted = found(), found(statistics=True)
+    drawn = found(bernoulli=True)
+    query = aligned((2, 12, 100, 4), (2, 12, 4))
+    assert drawn["launches"] == plain["launches"] + 1
+    assert drawn["scratch_bytes"] == plain["scratch_bytes"] + query
+    assert drawn["kv_bytes"] == plain["kv_bytes"]  # at most: features are not drawn yet
+    assert drawn["bytes"] == plain["bytes"] + 2 * 2 * 12 * 100 * 4
+    assert found(sketch=True) == plain
+    both = found(statistics=True, sketch=True, bernoulli=True)
+    blocks = aligned((2, 4, 3, CHUNK // 64, 4))
+    assert both["launches"] == drawn["launches"]
+    assert both["scratch_bytes"] == counted["scratch_bytes"] + query + blocks
 
 
 @pytest.mark.parametrize("device", DEVICES)
