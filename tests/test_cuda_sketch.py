@@ -331,9 +331,14 @@ def test_stochastic_queries_are_those_of_the_cpu(at: int, shared: bool, races: b
     q[2, heads - 1, 0] = torch.inf
     q[2, heads // 2] = 0.0
     given = {
-        "draws": draws, "shared": shared, "kv_heads": kv_heads, "seed": torch.tensor([3, -4, 2**40]),
-        "position": torch.tensor([0, 77, 2**31]), "layer": 5, "head_offset": heads,
-    }  # fmt: skip
+        "draws": draws,
+        "shared": shared,
+        "kv_heads": kv_heads,
+        "seed": torch.tensor([3, -4, 2**40]),
+        "position": torch.tensor([0, 77, 2**31]),
+        "layer": 5,
+        "head_offset": heads,
+    }
     assert_equal("query", ops.bernoulli_query(q, **given), CPU.bernoulli_query(q, **given))
 
 
