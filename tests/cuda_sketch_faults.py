@@ -146,7 +146,6 @@ SKETCH_FAULTS = [
         "score.cuh",
         "    return packed;\n",
         "    return max(packed - kChunkRows, begin);\n",
-        races=True,
     ),
     Fault(
         "blocks without an attended row are loaded",
@@ -411,7 +410,9 @@ def battery() -> Callable[[Any], None]:
             got = sketch.Sketch.empty(k, 4)
             begin = 0
             for n in (1, 62, 65, 40, 0, 132):
-                ops.sketch_append(*got, k[:, :, begin : begin + n])
+                part = k[:, :, begin : begin + n]
+                # Before a copy there is not the row that comes before it.
+                ops.sketch_append(*got, part.clone() if case.layout == "contiguous" else part)
                 begin += n
                 rows = [begin] * case.batch
                 sketch.assert_sketch(got, sketch.sketch_of(k[:, :, :begin], rows))
@@ -497,7 +498,7 @@ def battery() -> Callable[[Any], None]:
 
     def check_positions(ops: Any) -> None:
         long = Case(1, 1, 2, 3000, 8, 8).inputs()
-        for length in (1, 1030):
+        for length in (1, 1900):
             mask = (torch.arange(3000) < length).expand(1, 2, 3000).clone()
             mask[:, 0] = False
             masked = long._replace(mask=mask)

@@ -94,7 +94,9 @@ def test_appending_gives_the_blocks_of_all_rows(dtype: torch.dtype, races: bool)
         begin = 0
         # One row, up to a block, over two, over a block and a half, nothing.
         for n in (1, 62, 1, 65, 100, 0, 7, 164):
-            ops.sketch_append(*got, k[:, :, begin : begin + n])
+            part = k[:, :, begin : begin + n]
+            # Before a copy there is not the row that comes before it.
+            ops.sketch_append(*got, part.clone() if layout == "contiguous" else part)
             begin += n
             assert_sketch(got, sketch_of(k[:, :, :begin], [begin, begin]))
 
