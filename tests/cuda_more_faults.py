@@ -47,9 +47,9 @@ MORE_FAULTS = [
     Fault(
         "a query's features past the head dim are the next head's",
         "score.cuh",
-        "query(h)[d] = d < params_.shape.head_dim ? ",
+        "query(h)[d] = d < params_.shape.head_dim ? to_float(",
         "query(h)[d] = local_head(h) + 1 < params_.shape.query_heads ||\n"
-        "    d < params_.shape.head_dim ? ",
+        "    d < params_.shape.head_dim ? to_float(",
     ),
     Fault(
         "every block scores the first heads of its group",
