@@ -23,10 +23,12 @@ from santa_torch.config import SantaConfig
 from santa_torch.hf.exact import exact_attention, is_causal
 from santa_torch.hf.holds import is_held
 from santa_torch.hf.rows import decode_rows
+from santa_torch.hf.sketches import sketch_of
 from santa_torch.stats import DecodeStats
 
 if TYPE_CHECKING:
     from santa_torch.hf.record import Traffic
+    from santa_torch.sketch import KeySketch
 
 #: Name under which transformers knows this function and its mask function.
 NAME = "santa"
@@ -117,7 +119,8 @@ def attention_forward(
     Raises
     ------
     ValueError
-        An argument that would change the result cannot be honoured, or the model is not enabled.
+        An argument that would change the result cannot be honoured, the model is not enabled, or
+        its settings ask for a sketch that the cache does not keep.
     """
     _refuse_unsupported(kwargs)
     binding: Binding | None = getattr(module, BINDING, None)
@@ -171,6 +174,8 @@ def _look_ahead(
         binding.traffic.add_exact(key, value, steps=query.shape[2], causal=causal)
     if binding.config.selects(binding.layer):
         _positions(module, kwargs, query)
+        if hasattr(key, "santa_layer"):
+            _sketch(module, binding, key, kwargs)
         autocast = torch.is_autocast_enabled(query.device.type)
         if query.dtype not in _DTYPES and not autocast:
             raise ValueError(
@@ -197,16 +202,26 @@ def _sample(
         scale=scaling,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
+        bernoulli=config.bernoulli,
         layer=binding.layer,
         head_offset=binding.rank * query.shape[1],
         return_stats=binding.traffic is not None,
     )
     seed = _row_seeds(module, binding, query, key)
+    sketch = _sketch(module, binding, key, kwargs)
     position = _positions(module, kwargs, query)
     if query.shape[2] > 1:
         causal = is_causal(module, query, mask, kwargs)
         return decode_rows(
-            decode, query, key, value, mask=mask, causal=causal, seed=seed, position=position
+            decode,
+            query,
+            key,
+            value,
+            mask=mask,
+            causal=causal,
+            seed=seed,
+            position=position,
+            sketch=sketch,
         )
     out, stats = decode(
         query[:, :, 0],
@@ -215,6 +230,7 @@ def _sample(
         mask=None if mask is None else mask[:, :, 0, : key.shape[2]],
         seed=seed,
         position=None if position is None else position[:, -1],
+        sketch=sketch,
     )
     return out.unsqueeze(1), [stats]
 
@@ -225,6 +241,16 @@ def _decode(
     """``ops.decode`` with one kind of result: the output, and statistics or None."""
     result = ops.decode(q, k, v, **arguments)
     return (result, None) if isinstance(result, torch.Tensor) else (result.out, result.stats)
+
+
+def _sketch(
+    module: torch.nn.Module, binding: Binding, key: torch.Tensor, kwargs: dict[str, Any]
+) -> KeySketch | None:
+    """The sketch to score ``key`` from, if the settings ask for one."""
+    if binding.config.sketch_bits is None:
+        return None
+    window = bounded_by(module, kwargs)
+    return sketch_of(key, binding.config, layer=binding.layer, window=window)
 
 
 def _keep_layer(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -271,7 +297,7 @@ def _positions(
         # text before them in some models. The three alone repeat within an image.
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if position_ids is None:
-        bounded = _bounded_by(module, kwargs)
+        bounded = bounded_by(module, kwargs)
         if bounded is not None:
             raise ValueError(
                 f"position_ids=None: {type(module).__name__} attends to a part of the past "
@@ -287,7 +313,7 @@ def _positions(
     return position_ids.to(device=query.device, dtype=torch.int64) + 1
 
 
-def _bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
+def bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     """What lets a layer forget old rows, or None where every row stays.
 
     Layers say it by their window, or by their type alone (the chunks of Llama-4).

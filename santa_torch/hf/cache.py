@@ -54,7 +54,9 @@ class SantaCache(Cache):
     model_config : transformers.PretrainedConfig
         ``model.config``.
     config : SantaConfig, optional
-        Kept as ``santa_config``. The settings available so far do not change what is stored.
+        Kept as ``santa_config``. With ``sketch_bits``, each full-attention layer that it selects
+        keeps a ``KeySketch`` of its keys, half as much memory again. Sliding-window layers keep
+        none: their rows are few, and are scored from the keys.
     max_cache_len : int, optional
         Rows to hold at most: the static form.
     reserve : int
@@ -65,7 +67,7 @@ class SantaCache(Cache):
     ------
     ValueError
         An argument has the wrong type or value, or the model has layers of another kind (linear
-        attention, shared keys).
+        attention, shared keys), or none that could keep the sketch that ``config`` asks for.
 
     Examples
     --------
@@ -97,7 +99,7 @@ class SantaCache(Cache):
                     "fixes its size"
                 )
         self.santa_config = config
-        super().__init__(layers=_make_layers(model_config, reserve, max_cache_len))
+        super().__init__(layers=_make_layers(model_config, config, reserve, max_cache_len))
 
     def crop(self, max_length: int) -> None:
         """Keep the first ``max_length`` rows of each layer, or drop the last ``-max_length``.
@@ -148,7 +150,7 @@ class SantaCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values in use; of a static sliding layer, of its whole window."""
+        """Bytes of keys, values and sketches in use; of a static sliding layer, the window's."""
         return sum(map(_bytes_in_use, self.layers))
 
     @property
@@ -181,7 +183,10 @@ def _check_rows(name: str, value: object, low: int) -> None:
 
 
 def _make_layers(
-    model_config: PretrainedConfig, reserve: int, max_cache_len: int | None
+    model_config: PretrainedConfig,
+    config: SantaConfig | None,
+    reserve: int,
+    max_cache_len: int | None,
 ) -> list[Any]:
     """One layer per model layer, of the kind that transformers itself would choose."""
     standard: Cache
@@ -196,8 +201,11 @@ def _make_layers(
     layers: list[Any] = []
     for index, layer in enumerate(standard.layers):
         if type(layer) is full:
+            bits = config.sketch_bits if config is not None and config.selects(index) else None
             layers.append(
-                SantaLayer(reserve) if max_cache_len is None else SantaStaticLayer(max_cache_len)
+                SantaLayer(reserve, bits)
+                if max_cache_len is None
+                else SantaStaticLayer(max_cache_len, bits)
             )
         elif type(layer) is sliding:
             layers.append(layer)
@@ -212,7 +220,16 @@ def _make_layers(
             f"model_config: {len(layers)} of {expected} layers have a cache of their own; "
             f"SantaCache does not support shared ones, use a {type(standard).__name__}"
         )
+    if config is not None and config.sketch_bits is not None and not any(map(_sketches, layers)):
+        raise ValueError(
+            f"sketch_bits={config.sketch_bits}: no layer of {type(model_config).__name__} that "
+            "config selects has full attention, so that none would keep a sketch"
+        )
     return layers
+
+
+def _sketches(layer: Any) -> bool:
+    return isinstance(layer, SantaLayerBase) and layer.sketch_bits is not None
 
 
 def _is_croppable(layer: Any) -> bool:

@@ -1,4 +1,8 @@
-"""What the growing and the static cache layers share: checks of new rows, beams, batch changes."""
+"""What the growing and the static cache layers share: checks of new rows, beams, batch changes.
+
+A layer that is given ``sketch_bits`` keeps its keys once more, in a ``KeySketch`` of the same rows.
+Every change of the rows is a change of the sketch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from santa_torch.inference import inference_only
+from santa_torch.sketch import KeySketch
 
 #: ``crop(0)`` keeps nothing on transformers 4 (the argument is a length) and everything on
 #: transformers 5 (it is minus the rows to drop). Nothing else about ``crop`` differs here.
@@ -21,12 +26,19 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class SantaLayerBase(CacheLayerMixin):
     """Keys and values of one full-attention layer, appended in place.
 
+    Parameters
+    ----------
+    sketch_bits : int or None
+        Bits of the sketch; None keeps none.
+
     Attributes
     ----------
     keys, values : Tensor or None
         ``[B, Hkv, rows, D]`` and ``[B, Hkv, rows, Dv]``. To be read, not replaced.
     length : int or Tensor
         Rows in use; a number in the growing layer, int64 ``[]`` on the device in the static one.
+    sketch : KeySketch or None
+        The same keys block by block; None without ``sketch_bits``, and before the first append.
     has_beams : bool
         Whether the batch rows were reordered right before the last append. Beam search does that
         before every decoding step, so any other use of the same cache is told from it.
@@ -37,8 +49,10 @@ class SantaLayerBase(CacheLayerMixin):
     is_croppable = True
     length: Any
 
-    def __init__(self) -> None:
+    def __init__(self, sketch_bits: int | None = None) -> None:
         super().__init__()
+        self.sketch_bits = sketch_bits
+        self.sketch: KeySketch | None = None
         self.has_beams = False
         self._reordered = False
         # The memory, and what ``keys`` and ``values`` show of it.
@@ -105,12 +119,13 @@ class SantaLayerBase(CacheLayerMixin):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the keys and values in use."""
+        """Bytes of the keys, values and sketch in use."""
 
     @property
     def nbytes_reserved(self) -> int:
         """Bytes allocated, rows not in use included."""
-        return sum(buffer.nbytes for buffer in self._buffers or ())
+        sketch = 0 if self.sketch is None else self.sketch.nbytes
+        return sketch + sum(buffer.nbytes for buffer in self._buffers or ())
 
     @abstractmethod
     def reset(self) -> None:
@@ -153,11 +168,30 @@ class SantaLayerBase(CacheLayerMixin):
             return
         self._check_untouched()
         chosen = [select(view) for view in self._views]
+        places = select(torch.arange(self._views[0].shape[0], device=chosen[0].device))
         if chosen[0].shape == self._views[0].shape:
             for view, rows in zip(self._views, chosen, strict=True):
                 view.copy_(rows)
         else:
             self._adopt(*chosen)
+        if self.sketch is not None:
+            self.sketch.reorder(places)
+
+    def _make_sketch(self, keys: torch.Tensor, capacity: int) -> None:
+        """Start the sketch anew from ``keys`` ``[B, Hkv, rows, D]``, with room for ``capacity``."""
+        if self.sketch_bits is None:
+            return
+        # Tensors made in inference mode could not be appended to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.sketch = KeySketch(keys.detach(), self.sketch_bits, capacity=capacity)
+        torch._dynamo.mark_static(self.sketch.blocks, 2)  # as the growing layer says of its buffers
+
+    def _bytes(self, held: Pair | None) -> int:
+        """Bytes of ``held`` keys and values, and of the same rows of the sketch."""
+        if held is None:
+            return 0
+        keys, values = held
+        return keys.nbytes + values.nbytes + (0 if self.sketch is None else keys.nbytes)
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._check_untouched()
@@ -174,7 +208,7 @@ class SantaLayerBase(CacheLayerMixin):
                 f"{key_states.device} do not fit the cache of {tuple(self._room()[0].shape)} "
                 f"{self._room()[0].dtype} on {self._room()[0].device}; reset() it or use a new one"
             )
-        self._buffers = self._views = self.keys = self.values = None
+        self._buffers = self._views = self.keys = self.values = self.sketch = None
         self.is_initialized = False
 
     def _check_untouched(self) -> None:

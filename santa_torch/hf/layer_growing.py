@@ -25,10 +25,12 @@ class SantaLayer(SantaLayerBase):
     ----------
     reserve : int
         Rows to make room for at the first append.
+    sketch_bits : int or None
+        Bits of the sketch; None keeps none.
     """
 
-    def __init__(self, reserve: int = 0) -> None:
-        super().__init__()
+    def __init__(self, reserve: int = 0, sketch_bits: int | None = None) -> None:
+        super().__init__(sketch_bits)
         self.reserve = reserve
         self.length: int = 0
 
@@ -68,12 +70,16 @@ class SantaLayer(SantaLayerBase):
             return
         if self._buffers is not None:
             self._set_length(min(max(max_length, 0), self.length))
+        if self.sketch is not None:
+            self.sketch.crop(self.length)
 
     def reset(self) -> None:
         """Forget all rows and keep the memory."""
         self.has_beams = self._reordered = False
         if self._buffers is not None:
             self._set_length(0)
+        if self.sketch is not None:
+            self.sketch.reset()
 
     @property
     def capacity(self) -> int:
@@ -82,18 +88,21 @@ class SantaLayer(SantaLayerBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values in use."""
-        return sum(view.nbytes for view in self._views or ())
+        """Bytes of the keys, values and sketch in use."""
+        return self._bytes(self._views)
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
         end = self.length + key_states.shape[2]
         if self._buffers is None:
+            self._make_sketch(key_states[:, :, :0], self._capacity_for(end))  # may refuse them
             self._allocate(self._capacity_for(end), key_states, value_states)
         elif end > self.capacity:
             self._grow(end, key_states, value_states)
         keys, values = self._room()
         for buffer, rows in ((keys, key_states), (values, value_states)):
             buffer[:, :, self.length : end].copy_(rows.detach())
+        if self.sketch is not None:
+            self.sketch.append(key_states.detach())
         self._set_length(end)
         return keys[:, :, :end], values[:, :, :end]
 
@@ -117,6 +126,7 @@ class SantaLayer(SantaLayerBase):
     def _grow(self, needed: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Move to buffers of at least ``needed`` rows, shaped like the new rows otherwise."""
         self._allocate(self._capacity_for(needed), key_states, value_states)
+        self._make_sketch(self._room()[0][:, :, : self.length], self.capacity)
 
     def _capacity_for(self, needed: int) -> int:
         wanted = max(needed, self.reserve, self.capacity + self.capacity // 2)

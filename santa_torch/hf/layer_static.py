@@ -3,6 +3,7 @@
     keys    [B, Hkv, max_cache_len, D]     rows [0, length) in use, behind a mask the rest
     values  [B, Hkv, max_cache_len, Dv]
     length  int64 []                       on the device, advanced in place
+    sketch  KeySketch                      with room for as many rows, under ``sketch_bits``
 
 No shape and no Python number changes from step to step, so that one graph serves them all. SDPA
 reads every row behind the mask, where zero weights times NaN would be NaN: the buffers start as
@@ -27,12 +28,14 @@ class SantaStaticLayer(SantaLayerBase):
     ----------
     max_cache_len : int
         Rows there is room for.
+    sketch_bits : int or None
+        Bits of the sketch; None keeps none.
     """
 
     is_compileable = True
 
-    def __init__(self, max_cache_len: int) -> None:
-        super().__init__()
+    def __init__(self, max_cache_len: int, sketch_bits: int | None = None) -> None:
+        super().__init__(sketch_bits)
         self.max_cache_len = max_cache_len
         self.length: torch.Tensor = torch.zeros((), dtype=torch.int64)
 
@@ -43,10 +46,14 @@ class SantaStaticLayer(SantaLayerBase):
 
         To compile the first forward too, call ``early_initialization`` of the cache before it.
         """
+        self._make_sketch(key_states[:, :, :0], self.max_cache_len)  # may refuse them
         self.dtype, self.device = key_states.dtype, key_states.device
         with torch.inference_mode(False):
             self.length = torch.zeros((), dtype=torch.int64, device=self.device)
         _keep_address(self.length)
+        if self.sketch is not None:
+            for tensor in (self.sketch.blocks, self.sketch.open_rows, self.sketch.rows):
+                _keep_address(tensor)
         self._allocate(key_states, key_states if value_states is None else value_states)
         self.is_initialized = True
 
@@ -73,6 +80,8 @@ class SantaStaticLayer(SantaLayerBase):
             self.length.add_(max_length).clamp_(min=0)
         elif max_length > 0 or not CROP_ZERO_KEEPS_ALL:
             self.length.clamp_(max=max_length)
+        if self.sketch is not None:
+            self.sketch.crop(self.length.expand(self.batch_size))
 
     def reset(self) -> None:
         """Forget all rows and keep the memory."""
@@ -80,6 +89,8 @@ class SantaStaticLayer(SantaLayerBase):
         self.length.zero_()
         for buffer in self._buffers or ():
             buffer.zero_()
+        if self.sketch is not None:
+            self.sketch.reset()
 
     @property
     def batch_size(self) -> int:
@@ -90,8 +101,8 @@ class SantaStaticLayer(SantaLayerBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values in use. Reads ``length`` from the device."""
-        return self.nbytes_reserved * int(self.length) // self.max_cache_len
+        """Bytes of the keys, values and sketch in use. Reads ``length`` from the device."""
+        return self._bytes(self._buffers) * int(self.length) // self.max_cache_len
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
         new = key_states.shape[2]
@@ -100,6 +111,8 @@ class SantaStaticLayer(SantaLayerBase):
         places = torch.arange(new, device=self.device) + self.length
         keys.index_copy_(2, places, key_states.detach())
         values.index_copy_(2, places, value_states.detach())
+        if self.sketch is not None:
+            self.sketch.append(key_states.detach())
         self.length.add_(new)
         return keys.view_as(keys), values.view_as(values)
 

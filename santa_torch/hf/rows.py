@@ -15,13 +15,16 @@ from collections.abc import Callable
 
 import torch
 
+from santa_torch.hf.sketches import one_sequence
+from santa_torch.sketch import KeySketch
 from santa_torch.stats import DecodeStats
 
 #: Scratch memory of one call of the operator, which keeps it for its thread. A row of a model with
 #: 32/8 heads needs 5 MiB at 32k keys, so that 12 of them go at once.
 SCRATCH_BYTES = 2**26
 
-#: One query row of each sequence: q, k, v, mask, seq_lens, seed, position -> out and statistics.
+#: One query row of each sequence: q, k, v, mask, seq_lens, seed, position, sketch -> out and
+#: statistics.
 Decode = Callable[..., tuple[torch.Tensor, DecodeStats | None]]
 
 
@@ -35,13 +38,14 @@ def decode_rows(
     causal: bool,
     seed: torch.Tensor,
     position: torch.Tensor | None,
+    sketch: KeySketch | None = None,
 ) -> tuple[torch.Tensor, list[DecodeStats | None]]:
     """Answer every row of ``query`` as the decoding step that it stands for.
 
     Parameters
     ----------
     decode : callable
-        ``decode(q, k, v, mask=, seq_lens=, seed=, position=)`` for one row per sequence.
+        ``decode(q, k, v, mask=, seq_lens=, seed=, position=, sketch=)`` for one row per sequence.
     query : Tensor
         ``[B, Hq, Q, D]``.
     key, value : Tensor
@@ -54,6 +58,8 @@ def decode_rows(
         int64 ``[B]`` or ``[1]``.
     position : Tensor, optional
         int64 ``[B or 1, Q]``, one past the position of each row.
+    sketch : KeySketch, optional
+        Of the rows of ``key``; those that a row does not attend to are in it already.
 
     Returns
     -------
@@ -76,6 +82,7 @@ def decode_rows(
                 seq_lens=_lengths(part, query.device) if causal else None,
                 seed=_row_of(seed, index).reshape(1),
                 position=None if position is None else _row_of(position, index)[part],
+                sketch=None if sketch is None else one_sequence(sketch, index, count),
             )
             blocks.append(out)
             stats.append(report)

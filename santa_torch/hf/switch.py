@@ -20,8 +20,11 @@ from santa_torch.hf.attention import (
     SEED,
     Binding,
     attention_forward,
+    bounded_by,
     refuse_weights,
 )
+from santa_torch.hf.cache import SantaCache
+from santa_torch.hf.sketches import check_cache
 from santa_torch.hf.wrappers import inner_model
 
 _SWITCH = "_santa_switch"
@@ -168,13 +171,16 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     Some models (GPT-2, OPT) do not pass on that weights are asked for.
     """
-    found = getattr(model, _SWITCH).text_config._attn_implementation
+    switch: _Switch = getattr(model, _SWITCH)
+    found = switch.text_config._attn_implementation
     if found != NAME:
         raise ValueError(
             f"{type(model).__name__}: the attention implementation was changed to {found!r} while "
             "santa_torch is enabled; call santa_torch.hf.disable(model) before"
         )
     refuse_weights(kwargs)
+    for name in ("past_key_values", "cache"):  # before and since transformers 5
+        check_cache(switch.config, kwargs.get(name), SantaCache)
 
 
 def _attention_modules(model: PreTrainedModel, text_config: Any) -> list[torch.nn.Module]:
@@ -227,6 +233,20 @@ def _check_supported(
     unknown = sorted(set(config.layers or ()) - set(known))
     if unknown:
         raise ValueError(f"layers: {name} has layers {known[0]} to {known[-1]}, got {unknown}")
+    _check_sketches(name, modules, config)
+
+
+def _check_sketches(name: str, modules: list[torch.nn.Module], config: SantaConfig) -> None:
+    """Refuse sketches where only windows are sampled, which have none."""
+    if config.sketch_bits is None:
+        return
+    sampled = [m for m in modules if config.selects(int(m.layer_idx))]  # type: ignore[arg-type]
+    windows = [window for window in (bounded_by(module, {}) for module in sampled) if window]
+    if len(windows) == len(sampled):
+        raise ValueError(
+            f"sketch_bits={config.sketch_bits}: every sampled layer of {name} attends to a part of "
+            f"the past ({windows[0]}), of which no sketch is kept"
+        )
 
 
 def _check_independent_of_the_name(name: str, text_config: Any) -> None:
