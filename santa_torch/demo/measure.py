@@ -8,11 +8,10 @@ context instead of being copied from it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +85,7 @@ class Bench:
         self.model, self.tokens, self.context = model, tokens, context
         self.contenders, self.patience = contenders, patience
         self.dtype = str(model.dtype).removeprefix("torch.")
+        self._configs = {each.key: _in_dtype(each.config, model.dtype) for each in contenders}
         self._caches: dict[str, Any] = {}
         self._marks: dict[str, list[dict[str, Any] | None]] = {}
         parameters = inspect.signature(model.forward).parameters
@@ -101,15 +101,17 @@ class Bench:
     @torch.inference_mode()
     def prefill(self, progress: Progress) -> None:
         """Read the context once, in chunks and with exact attention; a cache for each contender."""
-        cache = hf.SantaCache(self.model.config, reserve=self.tokens.shape[1])
+        last = self.contenders[-1].key
+        cache = self._new_cache(last)
         for start in range(0, self.context, CHUNK):
             end = min(start + CHUNK, self.context)
             self._first = self._forward(self.tokens[:, start:end], cache)
             progress(end)
         for contender in self.contenders[:-1]:
-            own = copy.deepcopy(cache) if contender.config else self._dynamic(cache)
+            own = self._new_cache(contender.key)
+            _copy_rows(cache, own)
             self._caches[contender.key] = own
-        self._caches[self.contenders[-1].key] = cache  # not copied: it would be one too many
+        self._caches[last] = cache  # not copied: it would be one too many
         self._marks = {key: _mark(own) for key, own in self._caches.items()}
 
     @torch.inference_mode()
@@ -177,9 +179,8 @@ class Bench:
         return logits[0, -1]
 
     def _attention(self, contender: Contender) -> contextlib.AbstractContextManager[Any]:
-        if contender.config is None:
-            return contextlib.nullcontext()
-        return hf.use(self.model, contender.config)
+        config = self._configs[contender.key]
+        return contextlib.nullcontext() if config is None else hf.use(self.model, config)
 
     @contextlib.contextmanager
     def _record(self, contender: Contender, traffic: dict[str, list[int]]) -> Iterator[None]:
@@ -191,16 +192,12 @@ class Bench:
         traffic[contender.key][0] += seen.bytes_read
         traffic[contender.key][1] += seen.bytes_total
 
-    def _dynamic(self, filled: Any) -> DynamicCache:
-        """A DynamicCache with the rows of a SantaCache."""
-        cache = DynamicCache(config=self.model.config)
-        layers: list[Any] = cache.layers
-        for own, layer in zip(layers, filled.layers, strict=True):
-            if layer.is_sliding:  # the same class, and its rows are never written in place
-                vars(own).update(vars(layer))
-            else:
-                own.update(layer.keys, layer.values)
-        return cache
+    def _new_cache(self, key: str) -> Any:
+        """An empty cache for the contender of this name."""
+        config = self._configs[key]
+        if config is None:
+            return DynamicCache(config=self.model.config)
+        return hf.SantaCache(self.model.config, config, reserve=self.tokens.shape[1])
 
     def _rewind(self, steps: int) -> None:
         """Return to the end of the context, ``steps`` tokens back."""
@@ -214,6 +211,22 @@ class Bench:
     def _synchronise(self) -> None:
         if self.tokens.device.type == "cuda":
             torch.cuda.synchronize(self.tokens.device)
+
+
+def _in_dtype(config: SantaConfig | None, dtype: torch.dtype) -> SantaConfig | None:
+    """``config`` with a sketch, if it has one, as wide as keys of this dtype."""
+    if config is None or config.sketch_bits is None:
+        return config
+    return replace(config, sketch_bits=32 if dtype == torch.float32 else 16)
+
+
+def _copy_rows(filled: Any, empty: Any) -> None:
+    """Give one cache the rows of another, layer by layer."""
+    for layer, own in zip(filled.layers, empty.layers, strict=True):
+        if layer.is_sliding:  # the same class, and its rows are never written in place
+            vars(own).update(vars(layer))
+        else:
+            own.update(layer.keys, layer.values)
 
 
 def _mark(cache: Any) -> list[dict[str, Any] | None]:

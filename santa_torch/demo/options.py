@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from santa_torch.config import METHODS, SantaConfig
+from santa_torch.config import METHODS, BernoulliConfig, SantaConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,10 +37,23 @@ class Options:
     patience: float
     samples: int
     method: str
+    bernoulli: BernoulliConfig | None
+    sketch_bits: int | None
     dtype: str
     device: str
     seed: int
     out: Path
+
+    @property
+    def config(self) -> SantaConfig:
+        """Settings of the last line of the table, in the dtype that is timed."""
+        return SantaConfig(
+            self.method,
+            self.samples,
+            seed=self.seed,
+            bernoulli=self.bernoulli,
+            sketch_bits=self.sketch_bits,
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,6 +70,21 @@ def parse(argv: list[str]) -> Options:
         SantaConfig(method=given.method, samples=given.samples, seed=given.seed)
     except ValueError as error:
         parser.error(f"argument --{error}")
+    bernoulli = None
+    if given.bernoulli is not None:
+        try:
+            bernoulli = BernoulliConfig(given.bernoulli, shared=not given.bernoulli_per_head)
+        except ValueError as error:
+            parser.error(f"argument --bernoulli: {error}")
+    elif given.bernoulli_per_head:
+        parser.error(
+            "argument --bernoulli-per-head: says how --bernoulli N draws, and that is not given"
+        )
+    wanted = 32 if given.dtype == "float32" else 16
+    if given.sketch_bits not in (None, wanted):
+        parser.error(
+            f"argument --sketch-bits: keys in {given.dtype} take {wanted}, got {given.sketch_bits}"
+        )
     if given.out.exists() and not given.out.is_dir():
         parser.error(f"argument --out: {str(given.out)!r} is not a directory")
     return Options(
@@ -67,6 +95,8 @@ def parse(argv: list[str]) -> Options:
         patience=float("inf") if given.tokens else PATIENCE,
         samples=given.samples,
         method=given.method,
+        bernoulli=bernoulli,
+        sketch_bits=given.sketch_bits,
         dtype=given.dtype,
         device=given.device,
         seed=given.seed,
@@ -94,6 +124,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--method", choices=METHODS, default="shared", help="how rows are sampled")
     add("--samples", type=_positive, metavar="S", default=256, help="number of samples")
+    add(
+        "--bernoulli",
+        type=_positive,
+        metavar="N",
+        help="score with a stochastic query of N draws, which leaves out features of the keys",
+    )
+    add(
+        "--bernoulli-per-head",
+        action="store_true",
+        help="draw features for each query head, as in the paper, not for each KV head",
+    )
+    add(
+        "--sketch-bits",
+        type=int,
+        choices=(16, 32),
+        help="keep the keys once more, feature by feature, so that features left out are not read; "
+        "32 for float32, else 16",
+    )
     add("--seed", type=int, metavar="N", default=0, help="seed of the draws")
     add(
         "--dtype",

@@ -60,10 +60,18 @@ def collect(facts: dict[str, Any], contenders: list[Contender], tokenizer: Any) 
 def heading(facts: dict[str, Any]) -> str:
     """Say what is about to be compared, and what it takes."""
     memory = facts["memory"]
-    needed = memory["weights"] + memory["caches"] * memory["cache"]
+    needed = memory["weights"] + memory["caches"] * memory["cache"] + memory["sketch"]
+    caches = f"{memory['caches']} caches of {memory['cache'] / 1e9:.2f} GB"
+    if memory["sketch"]:
+        caches += f" and a sketch of {memory['sketch'] / 1e9:.2f} GB"
     sampling = f"{facts['method']}, S = {facts['samples']}, seed {facts['seed']}"
     if facts["method"] == "dense":
         sampling = "none (dense)"
+    bernoulli = facts["bernoulli"]
+    scores = "exact"
+    if bernoulli is not None:
+        each = "KV" if bernoulli["shared"] else "query"
+        scores = f"Bernoulli, {bernoulli['draws']} draws, features drawn for each {each} head"
     return "\n".join(
         (
             "",
@@ -73,8 +81,9 @@ def heading(facts: dict[str, Any]) -> str:
             f"torch {facts['torch']}, transformers {facts['transformers']}",
             f"text      {facts['context']} tokens of {facts['text']}, then {facts['tokens']} more",
             f"sampling  {sampling}",
-            f"memory    about {needed / 1e9:.2f} GB: weights {memory['weights'] / 1e9:.2f} GB and "
-            f"{memory['caches']} caches of {memory['cache'] / 1e9:.2f} GB, in float32",
+            f"scores    {scores}",
+            f"memory    about {needed / 1e9:.2f} GB: weights {memory['weights'] / 1e9:.2f} GB, "
+            f"{caches}, in float32",
             "",
         )
     )
@@ -143,6 +152,19 @@ def notes(results: dict[str, Any]) -> str:
         "Baselines: transformers' default (its DynamicCache copies the whole cache at every step), "
         "and our own exact attention with the same in-place cache.",
     ]
+    bernoulli, sketch = results["bernoulli"], results["sketch_bits"]
+    if bernoulli is not None:
+        lines.append(
+            f"B={bernoulli['draws']}: scores from a stochastic query. They are unbiased, attention "
+            "made from them is not: no number of samples takes their error away."
+        )
+        if sketch is None:
+            lines.append("Features that were left out are read all the same without --sketch-bits.")
+    if sketch is not None:
+        lines.append(
+            "The sketch holds the keys once more, feature by feature, without loss. Blocks of 64 "
+            "rows are scored from it, the rows after them from the keys."
+        )
     if dtype != "float32":
         floor = results["contenders"][1]["tvd"][dtype]
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def run(options: Options) -> dict[str, Any]:
 def _run(options: Options, started: float) -> dict[str, Any]:
     with status(f"loading {options.model or 'SmolLM2-135M-Instruct'}"):
         subject = load(options)
-    _check_supported(subject)
+    _check_supported(subject, options.config)
     facts = _facts(options, subject)
     contenders = _contenders(options, subject.attention)
     facts["memory"] = _memory(subject, contenders, facts)
@@ -93,28 +94,29 @@ def _is_about_memory(error: BaseException) -> bool:
     return "out of memory" in text or "can't allocate memory" in text or "bad_alloc" in text
 
 
-def _check_supported(subject: Subject) -> None:
+def _check_supported(subject: Subject, config: SantaConfig) -> None:
     """Refuse models that santa_torch refuses before time is spent on them."""
     try:
-        hf.SantaCache(subject.model.config)
-        with hf.use(subject.model):
+        hf.SantaCache(subject.model.config, config)
+        with hf.use(subject.model, config):
             pass
     except ValueError as error:
         raise DemoError(f"argument --model: {str(error).removeprefix('model: ')}") from None
 
 
 def _memory(subject: Subject, contenders: list[Contender], facts: dict[str, Any]) -> dict[str, int]:
-    """Bytes at the peak: float32 weights, and a float32 cache for each contender."""
+    """Bytes at the peak, all in float32: weights, a cache for each contender, and the sketch."""
     weights = sum(weight.numel() for weight in subject.model.parameters())  # tied ones once
     length = subject.tokens.shape[1]
     layers: list[Any] = hf.SantaCache(subject.model.config).layers
-    rows = sum(
-        min(length, layer.sliding_window) if layer.is_sliding else length for layer in layers
-    )
+    full = sum(0 if layer.is_sliding else length for layer in layers)
+    rows = full + sum(min(length, layer.sliding_window) for layer in layers if layer.is_sliding)
+    row = facts["kv_heads"] * facts["head_dim"] * 4
     return {
         "weights": weights * 4,
-        "cache": rows * 2 * facts["kv_heads"] * facts["head_dim"] * 4,
+        "cache": rows * 2 * row,
         "caches": len(contenders),
+        "sketch": 0 if facts["sketch_bits"] is None else full * row,
     }
 
 
@@ -124,11 +126,19 @@ def _contenders(options: Options, attention: str) -> list[Contender]:
         Contender(attention, f"HF {own}, DynamicCache", None),
         Contender("dense", "santa dense, SantaCache", SantaConfig("dense")),
     ]
-    if options.method != "dense":
-        config = SantaConfig(options.method, options.samples, seed=options.seed)
-        label = f"santa {options.method} S={options.samples}, SantaCache"
-        contenders.append(Contender("santa", label, config))
+    if (options.method, options.bernoulli, options.sketch_bits) != ("dense", None, None):
+        contenders.append(Contender("santa", _label(options), options.config))
     return contenders
+
+
+def _label(options: Options) -> str:
+    parts = [f"santa {options.method}"]
+    if options.method != "dense":
+        parts.append(f"S={options.samples}")
+    if options.bernoulli is not None:
+        parts.append(f"B={options.bernoulli.draws}" + ("" if options.bernoulli.shared else "/head"))
+    sketch = "" if options.sketch_bits is None else " with sketch"
+    return " ".join(parts) + ", SantaCache" + sketch
 
 
 def _prefilled(subject: Subject, options: Options, contenders: list[Contender]) -> Bench:
@@ -154,6 +164,8 @@ def _facts(options: Options, subject: Subject) -> dict[str, Any]:
         "tokens": options.tokens,
         "method": options.method,
         "samples": options.samples,
+        "bernoulli": None if options.bernoulli is None else asdict(options.bernoulli),
+        "sketch_bits": options.sketch_bits,
         "seed": options.seed,
         "dtype": options.dtype,
         "device": str(subject.tokens.device),

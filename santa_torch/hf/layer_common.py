@@ -175,7 +175,7 @@ class SantaLayerBase(CacheLayerMixin):
         else:
             self._adopt(*chosen)
         if self.sketch is not None:
-            self.sketch.reorder(places)
+            _reorder(self.sketch, places)
 
     def _make_sketch(self, keys: torch.Tensor, capacity: int) -> None:
         """Start the sketch anew from ``keys`` ``[B, Hkv, rows, D]``, with room for ``capacity``."""
@@ -185,6 +185,11 @@ class SantaLayerBase(CacheLayerMixin):
         with torch.inference_mode(False), torch.no_grad():
             self.sketch = KeySketch(keys.detach(), self.sketch_bits, capacity=capacity)
         torch._dynamo.mark_static(self.sketch.blocks, 2)  # as the growing layer says of its buffers
+
+    def _append_to_sketch(self, keys: torch.Tensor) -> None:
+        if self.sketch is not None:
+            keys = keys.detach()
+            self.sketch.append(keys if keys.stride(-1) == 1 else keys.contiguous())
 
     def _bytes(self, held: Pair | None) -> int:
         """Bytes of ``held`` keys and values, and of the same rows of the sketch."""
@@ -219,6 +224,16 @@ class SantaLayerBase(CacheLayerMixin):
                 "SantaCache: keys or values of a layer were replaced from outside; "
                 "use crop, reset, reorder_cache or the batch_* methods"
             )
+
+
+def _reorder(sketch: KeySketch, places: torch.Tensor) -> None:
+    """``sketch.reorder``, in the same memory where the batch stays as large."""
+    held = {name: getattr(sketch, name) for name in ("blocks", "open_rows", "rows")}
+    sketch.reorder(places)
+    for name, tensor in held.items():
+        moved = getattr(sketch, name)
+        if moved.shape == tensor.shape:
+            setattr(sketch, name, tensor.copy_(moved))
 
 
 def new_buffer(like: torch.Tensor, rows: int, *, zero: bool) -> torch.Tensor:

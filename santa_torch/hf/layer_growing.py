@@ -101,8 +101,7 @@ class SantaLayer(SantaLayerBase):
         keys, values = self._room()
         for buffer, rows in ((keys, key_states), (values, value_states)):
             buffer[:, :, self.length : end].copy_(rows.detach())
-        if self.sketch is not None:
-            self.sketch.append(key_states.detach())
+        self._append_to_sketch(key_states)
         self._set_length(end)
         return keys[:, :, :end], values[:, :, :end]
 

@@ -111,8 +111,7 @@ class SantaStaticLayer(SantaLayerBase):
         places = torch.arange(new, device=self.device) + self.length
         keys.index_copy_(2, places, key_states.detach())
         values.index_copy_(2, places, value_states.detach())
-        if self.sketch is not None:
-            self.sketch.append(key_states.detach())
+        self._append_to_sketch(key_states)
         self.length.add_(new)
         return keys.view_as(keys), values.view_as(values)
 
