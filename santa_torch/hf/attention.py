@@ -249,7 +249,7 @@ def _sketch(
     """The sketch to score ``key`` from, if the settings ask for one."""
     if binding.config.sketch_bits is None:
         return None
-    window = bounded_by(module, kwargs)
+    window = _bounded_by(module, kwargs)
     return sketch_of(key, binding.config, layer=binding.layer, window=window)
 
 
@@ -297,7 +297,7 @@ def _positions(
         # text before them in some models. The three alone repeat within an image.
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if position_ids is None:
-        bounded = bounded_by(module, kwargs)
+        bounded = _bounded_by(module, kwargs)
         if bounded is not None:
             raise ValueError(
                 f"position_ids=None: {type(module).__name__} attends to a part of the past "
@@ -313,7 +313,7 @@ def _positions(
     return position_ids.to(device=query.device, dtype=torch.int64) + 1
 
 
-def bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
+def _bounded_by(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     """What lets a layer forget old rows, or None where every row stays.
 
     Layers say it by their window, or by their type alone (the chunks of Llama-4).

@@ -20,7 +20,6 @@ from santa_torch.hf.attention import (
     SEED,
     Binding,
     attention_forward,
-    bounded_by,
     refuse_weights,
 )
 from santa_torch.hf.cache import SantaCache
@@ -233,20 +232,19 @@ def _check_supported(
     unknown = sorted(set(config.layers or ()) - set(known))
     if unknown:
         raise ValueError(f"layers: {name} has layers {known[0]} to {known[-1]}, got {unknown}")
-    _check_sketches(name, modules, config)
+    _check_sketches(model, config)
 
 
-def _check_sketches(name: str, modules: list[torch.nn.Module], config: SantaConfig) -> None:
-    """Refuse sketches where only windows are sampled, which have none."""
+def _check_sketches(model: PreTrainedModel, config: SantaConfig) -> None:
+    """Refuse sketches where no cache could keep one: every forward would be refused."""
     if config.sketch_bits is None:
         return
-    sampled = [m for m in modules if config.selects(int(m.layer_idx))]  # type: ignore[arg-type]
-    windows = [window for window in (bounded_by(module, {}) for module in sampled) if window]
-    if len(windows) == len(sampled):
+    try:
+        SantaCache(model.config, config)  # takes no memory yet
+    except ValueError as error:
         raise ValueError(
-            f"sketch_bits={config.sketch_bits}: every sampled layer of {name} attends to a part of "
-            f"the past ({windows[0]}), of which no sketch is kept"
-        )
+            f"model: {type(model).__name__} has no SantaCache that keeps sketches: {error}"
+        ) from error
 
 
 def _check_independent_of_the_name(name: str, text_config: Any) -> None:
