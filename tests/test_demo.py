@@ -106,6 +106,52 @@ def test_sixteen_bits_stand_beside_their_floor(
     assert "a floor under every figure" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_bernoulli_scores_from_a_sketch(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], per_head: bool
+) -> None:
+    options = ["--method=dense", "--dtype=bfloat16", "--bernoulli=2"]
+    options += ["--bernoulli-per-head"] if per_head else []
+    assert main([*arguments, *options]) == 0
+    unpacked = json.loads((tmp_path / "demo.json").read_text())
+    assert "are read all the same without --sketch-bits" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main([*arguments, *options, "--sketch-bits=16"]) == 0
+    packed = json.loads((tmp_path / "demo.json").read_text())
+
+    assert packed["bernoulli"] == {"draws": 2, "shared": not per_head}
+    assert (packed["sketch_bits"], unpacked["sketch_bits"]) == (16, None)
+    assert packed["memory"]["sketch"] == 206 * 3 * 2 * 16 * 4
+    assert unpacked["memory"]["sketch"] == 0
+    label = "santa dense B=2/head, SantaCache" if per_head else "santa dense B=2, SantaCache"
+    assert unpacked["contenders"][2]["label"] == label
+    assert packed["contenders"][2]["label"] == label + " with sketch"
+    (dense, drawn), (same, whole) = packed["contenders"][1:], unpacked["contenders"][1:]
+    assert drawn["tvd"]["float32"] > 1e-3 > dense["tvd"]["float32"]
+    assert drawn["tvd"]["float32"] == whole["tvd"]["float32"]  # blocks have the bits of rows
+    assert whole["bytes"] == same["bytes"] == dense["bytes"]
+    # At most the 192 rows of whole blocks lose features of K, and all rows of V are read.
+    lost = dense["bytes"] - drawn["bytes"]
+    assert 0 < lost < 3 * 2 * 192 * 16 * 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"features drawn for each {'query' if per_head else 'KV'} head" in out
+    assert "a sketch of 0.00 GB" in out
+    assert "The sketch holds the keys once more" in out
+
+
+def test_a_sketch_alone_changes_nothing_but_where_keys_lie(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    found = []
+    for options in ([], ["--sketch-bits=32"]):
+        assert main([*arguments, *options]) == 0
+        found.append(json.loads((tmp_path / "demo.json").read_text())["contenders"][2])
+    for name in ("bytes", "tvd_steps", "generated"):
+        assert found[0][name] == found[1][name]
+    assert found[1]["label"] == "santa shared S=8, SantaCache with sketch"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_those_of_from_pretrained(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
@@ -268,6 +314,12 @@ def test_dense_alone(arguments: list[str], tmp_path: Path) -> None:
         (["--method", "topk"], "argument --method: invalid choice: 'topk'"),
         (["--samples", "99999999"], "argument --samples must be between 1 and"),
         (["--seed", str(2**63)], "argument --seed must be between"),
+        (["--bernoulli", "0"], "argument --bernoulli: must be a positive integer, got '0'"),
+        (["--bernoulli", "1025"], "argument --bernoulli: draws must be between 1 and 1024"),
+        (["--bernoulli-per-head"], "argument --bernoulli-per-head: says how --bernoulli N draws"),
+        (["--sketch-bits", "4"], "argument --sketch-bits: invalid choice: 4"),
+        (["--sketch-bits", "16"], "--sketch-bits: keys in float32 take 32, got 16"),
+        (["--sketch-bits", "32", "--dtype=float16"], "keys in float16 take 16, got 32"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--out", __file__], "is not a directory"),
         (["--unknown"], "unrecognized arguments: --unknown"),
@@ -327,7 +379,8 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True
     )
-    for option in ("model", "context", "samples", "method", "dtype", "device", "tokens", "out"):
+    options = ("model", "context", "samples", "method", "dtype", "device", "tokens", "out")
+    for option in (*options, "bernoulli", "bernoulli-per-head", "sketch-bits"):
         assert f"--{option}" in done.stdout
     assert "weights in float32 and one float32 KV cache" in " ".join(done.stdout.split())
 

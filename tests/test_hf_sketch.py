@@ -310,7 +310,7 @@ def test_autocast_of_keys_is_refused(model: LlamaForCausalLM) -> None:
 
 def test_models_of_windows_alone_are_refused() -> None:
     model = build(MistralForCausalLM, MistralConfig(**TINY, sliding_window=8))
-    with pytest.raises(ValueError, match="model: Mistral.* has no SantaCache .*sketch_bits=32"):
+    with pytest.raises(ValueError, match=r"model: Mistral.* has no SantaCache .*sketch_bits=32"):
         hf.enable(model, SKETCHED)
     assert model.config._attn_implementation == "sdpa"
 

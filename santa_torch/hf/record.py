@@ -27,6 +27,7 @@ class Traffic:
         self._read: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
         self._value_rows: list[torch.Tensor] = []
+        self._key_features: list[torch.Tensor] = []
         self._calls = 0
         self._groups = 0
 
@@ -38,6 +39,7 @@ class Traffic:
             self._read.append(part.bytes_read.sum())
             self._total.append(part.bytes_total.sum())
             self._value_rows.append(part.value_rows.sum())
+            self._key_features.append(part.key_features.sum())
             self._groups += part.value_rows.numel()
 
     def add_exact(
@@ -86,6 +88,11 @@ class Traffic:
     def value_rows(self) -> float:
         """Mean number of value rows loaded per step, sequence, key/value head and sampled layer."""
         return sum(int(count) for count in self._value_rows) / max(self._groups, 1)
+
+    @property
+    def key_features(self) -> float:
+        """Mean number of key features that the query uses, counted like ``value_rows``."""
+        return sum(int(count) for count in self._key_features) / max(self._groups, 1)
 
 
 @contextmanager
