@@ -84,6 +84,18 @@ def test_the_sketch_grows_with_the_layer() -> None:
     assert capacities == {(256, 4), (512, 8), (768, 12)}
 
 
+def test_it_grows_outside_of_graphs() -> None:
+    torch._dynamo.reset()
+    layer = SantaLayer(sketch_bits=32)
+    layer.update(*rows(255))
+    step = torch.compile(lambda *new: layer.update(*new)[0].sum(), backend="eager")
+    for seed in range(3):
+        step(*rows(1, seed=seed))
+        assert_follows(layer)
+    assert layer.sketch.capacity == 512
+    torch._dynamo.reset()
+
+
 @each_form
 @pytest.mark.parametrize("through", [pickle.dumps, copy.deepcopy])
 def test_copies_have_sketches_of_their_own(form: str, through: Any) -> None:
@@ -162,6 +174,12 @@ def test_bits_that_do_not_fit_the_keys_are_refused_before_anything_is_kept(form:
             layer.update(*rows(3, dtype=dtype))
         assert layer._buffers is None
         assert layer.get_seq_length() == 0
+    layer = empty(form)
+    layer.update(*rows(3))
+    layer.reset()
+    with pytest.raises(ValueError, match="32"):
+        layer.update(*rows(3, dtype=torch.bfloat16))
+    assert layer.sketch is None
 
 
 @each_form
