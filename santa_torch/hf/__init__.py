@@ -17,9 +17,9 @@ attention, or are sampled row by row under ``SantaConfig(query_rows="all")``.
 ========================  =====================================================================
 
 Files: ``attention.py`` answers one layer's call, ``exact.py`` and ``rows.py`` are its two ways for
-several rows, ``switch.py`` turns models on and off, ``wrappers.py`` finds them inside of others,
-``record.py`` counts, ``cache.py`` and ``layer_*.py`` store. Nothing is patched, and importing
-``santa_torch`` does not import this folder.
+several rows, ``sketches.py`` finds the sketch of a layer's keys, ``switch.py`` turns models on and
+off, ``wrappers.py`` finds them inside of others, ``record.py`` counts, ``cache.py`` and
+``layer_*.py`` store. Nothing is patched, and importing ``santa_torch`` does not import this folder.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ class SantaCache(Cache):
     To compile the first forward too, call ``early_initialization``. A module for ``torch.export``
     does that, registers ``keys``, ``values`` and ``length`` of the layers as buffers, and begins by
     copying the position that it is given into each ``length``, which tracing may have advanced.
+    With sketches, ``blocks``, ``open_rows`` and ``rows`` of each ``sketch`` are registered too, and
+    ``rows`` gets the position as well.
 
     Parameters
     ----------
