@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from cache_tools import at
+from families import FAMILIES
 from spies import Graphs
+from support import MAJOR
 from tiny_models import TINY, build, generate, tiny_llama, tokens, with_cache
 from transformers import (
     DynamicCache,
@@ -23,6 +25,7 @@ from transformers import (
 
 from santa_torch import BernoulliConfig, SantaConfig, hf
 from santa_torch.hf.attention import attention_forward
+from santa_torch.hf.wrappers import inner_model
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -142,6 +145,30 @@ def test_windows_are_scored_from_the_keys(calls: list[dict[str, Any]]) -> None:
     sketched = {call["layer"] for call in calls if call["sketch"] is not None}
     assert sketched == {1}
     assert {call["layer"] for call in calls} == {0, 1, 2}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(MAJOR == "4", reason="other families are refused by transformers itself")
+def test_families(calls: list[dict[str, Any]]) -> None:
+    """The same text with a sketch as without, or a refusal."""
+    refused = []
+    for family in FAMILIES:
+        model = family.build()
+        inner, texts = inner_model(model), []
+        for config in (SHARED, replace(SHARED, sketch_bits=None)):
+            del calls[:]
+            try:
+                with hf.use(model, config):
+                    cache = new(inner, "growing", config)
+                    texts.append(generate(model, tokens(2, 70), new=4, **cache))
+            except ValueError:
+                refused.append(family.name)
+                break
+            sketched = {call["layer"] for call in calls if call["sketch"] is not None}
+            assert bool(sketched) == (config is SHARED), family.name
+        else:
+            assert torch.equal(*texts), family.name
+    assert refused == ["Mistral, sliding windows", "DeepSeek-V3", "Llama-4, chunks", "Qwen3-Next"]
 
 
 # --- Bernoulli queries -----------------------------------------------------------------------

@@ -57,7 +57,8 @@ def sketch_of(
         if window is not None:
             return None
         raise ValueError(
-            f"sketch_bits={bits}: the keys of layer {layer} come without a sketch; {_CURE}"
+            f"sketch_bits={bits}: the keys of layer {layer} come without a sketch; {_CURE}. Models "
+            "that make their keys from what the cache holds cannot have one"
         )
     if sketch.bits != bits:
         raise ValueError(
