@@ -254,6 +254,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Match, predict, count; print and write."""
     make_directory(args.out, StudyError)
+    torch.set_num_threads(1)  # small tensors: on a busy machine more threads wait for each other
     fitted = fit(args.groups, args.repeats)
     queries: list[Row] = []
     for name, each in fitted.items():

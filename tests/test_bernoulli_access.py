@@ -1,0 +1,133 @@
+"""Which key features Bernoulli queries touch: rules, the paper's figures, the operators' counts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from packaging_tools import ROOT
+
+import santa_torch
+from santa_torch import BernoulliConfig
+
+GROUPS = 300
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[Any]:
+    """``benchmarks/bernoulli_queries.py``; one thread, since its tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("bernoulli_queries")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bitnet(study: Any) -> Any:
+    return study.fit_bitnet("log-normal", GROUPS)
+
+
+# ---- the rules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draws", [1, 2, 5])
+def test_rules_are_what_draws_do(study: Any, draws: int) -> None:
+    source, trials = torch.Generator().manual_seed(draws), 40_000
+    p = torch.tensor([0.0, 0.03, 0.2, 0.45, 0.8, 1.0])
+    u = torch.rand(trials, draws, 1, generator=source)
+    slices = (u + torch.arange(draws)[:, None]) / draws
+    for rule, numbers in ((study.independent, u), (study.stratified, slices)):
+        touched = (numbers < p).any(1).double().mean(0)
+        expected = rule(p, draws).double()
+        limit = 5 * (expected * (1 - expected) / trials).sqrt() + 1e-6
+        assert ((touched - expected).abs() <= limit).all()
+
+
+def test_groups_touch_what_any_head_does(study: Any) -> None:
+    q = torch.tensor([[[4.0, 0.0, 1.0, 0.0], [0.0, 2.0, 0.0, 0.0]]])
+    found = study.access(q, 2, study.stratified)
+    assert (found.head, found.union) == ((1 + 0.5 + 1) / 8, (1 + 1 + 0.5) / 4)
+    assert found.mean == (1 + 1 + 0.5) / 4  # means 2, 1, .5 and 0
+    assert study.kurtosis(q[0, :1]) == pytest.approx((256 + 1) / 4 / (17 / 4) ** 2)
+
+
+# ---- the paper's figures -------------------------------------------------------------------------
+
+
+def test_bitnet_is_predicted(study: Any, bitnet: Any) -> None:
+    """What one draw reads gives 12 further figures of Table 7, 67.5 % at 4 draws among them."""
+    assert 3 < bitnet.kurtosis < 4
+    for kind in ("head", "union", "mean"):
+        for draws, share in getattr(study.BITNET, kind).items():
+            found = 100 * getattr(study.access(bitnet.queries, draws, study.stratified), kind)
+            assert found == pytest.approx(share, abs=2.0), (kind, draws)
+
+
+def test_llama_is_predicted(study: Any, bitnet: Any) -> None:
+    """Four draws of the mean query give eight: about 27 % fewer features."""
+    fitted = study.fit_llama("log-normal", GROUPS, bitnet.alike)
+    assert 9 < fitted.kurtosis < 18
+    fewer = 100 - 100 * study.access(fitted.queries, 8, study.stratified).mean
+    assert fewer == pytest.approx(100 - study.LLAMA.mean[8], abs=5.0)
+
+
+def test_the_paper_stratifies(study: Any, bitnet: Any) -> None:
+    """No queries let independent draws read so much more at twice the draws."""
+    for shares, draws in ((study.BITNET.head, 2), (study.BITNET.mean, 4), (study.LLAMA.mean, 8)):
+        assert shares[draws] - 0.05 > 100 * study.most_at_twice((shares[draws // 2] + 0.05) / 100)
+    for draws in (1, 2, 4):
+        twice = study.access(bitnet.queries, 2 * draws, study.independent)
+        once = study.access(bitnet.queries, draws, study.independent)
+        assert once.head < twice.head <= study.most_at_twice(once.head)
+        more = study.access(bitnet.queries, 2 * draws, study.stratified).head
+        assert more > twice.head
+
+
+def test_nothing_is_matched_out_of_reach(study: Any) -> None:
+    with pytest.raises(ValueError, match=r"no match: 0\.99 is not within"):
+        study.match(lambda x: 1 - x, 0.99, 0.5, 1.0)
+
+
+# ---- the operators -------------------------------------------------------------------------------
+
+
+def counted(q: torch.Tensor, kv_heads: int, config: BernoulliConfig) -> torch.Tensor:
+    """Features used, int64 ``[groups, kv_heads]``."""
+    kv = torch.zeros(len(q), kv_heads, 1, q.shape[-1])
+    position = torch.arange(len(q))
+    out = santa_torch.decode(
+        q, kv, kv, method="dense", bernoulli=config, position=position, return_stats=True
+    )
+    assert isinstance(out, santa_torch.DecodeOutput)
+    assert out.stats is not None
+    return out.stats.key_features
+
+
+@pytest.mark.parametrize("draws", [1, 4, 16])
+def test_heads_touch_what_independent_draws_do(study: Any, bitnet: Any, draws: int) -> None:
+    q = bitnet.queries
+    head = study.independent(study.chances(q).double(), draws)
+    mean = q.abs().mean(1, keepdim=True)
+    for queries, kv_heads, touched in (
+        (q, 4, head),
+        (q, 1, 1 - (1 - head).prod(1)),
+        (mean, 1, study.independent(study.chances(mean).double(), draws)),
+    ):
+        features = counted(queries, kv_heads, BernoulliConfig(draws, shared=False))
+        off = float(features.sum() - touched.sum())
+        assert abs(off) < 5 * float((touched * (1 - touched)).sum().sqrt())
+
+
+@pytest.mark.parametrize("draws", [1, 4, 16])
+def test_one_sample_has_the_size_of_its_inclusions(study: Any, bitnet: Any, draws: int) -> None:
+    size = bitnet.queries.double().square().sum(1).sqrt()
+    inclusion = study.independent(size / size.amax(-1, keepdim=True), draws)
+    features = counted(bitnet.queries, 1, BernoulliConfig(draws, shared=True))[:, 0]
+    assert ((features - inclusion.sum(-1)).abs() < 1 + 1e-4).all()
+    off = float(features.sum() - inclusion.sum())  # each count is rounded up or down by chance
+    assert abs(off) < 5 * (len(features) / 4) ** 0.5
