@@ -103,15 +103,21 @@ class Sums:
     common: float = 0.0
     layers: int = 0
 
-    def add(self, layer: Layer, context: int, config: BernoulliConfig, seeds: int) -> None:
-        """Attend the layer's queries with several seeds.
+    def add(
+        self,
+        layer: Layer,
+        exact: torch.Tensor,
+        context: int,
+        config: BernoulliConfig,
+        seeds: int,
+    ) -> None:
+        """Attend the layer's queries with several seeds; ``exact`` is float64 ``[P, Hq, Dv]``.
 
         ``squared`` is the mean over heads and steps of the squared relative error, ``crossed`` that
         of the products of errors of different seeds, whose expectation is the squared bias.
         ``noise`` is the mean square of what is added to a score, ``common`` the part of it that is
         the same for all rows.
         """
-        exact = attend(layer, context, None, 0).out.double()
         size = exact.square().sum(-1)
         errors, features = [], []
         for seed in range(seeds):
@@ -346,14 +352,17 @@ def run(args: argparse.Namespace) -> None:
     if args.tokens:
         read = loaded.tokens[:, : args.context + args.tokens]
         forced = Forced(loaded.model, read, args.context)
-    rows = []
-    for form, shared in FORMS.items():
-        for draws in args.draws:
-            config, sums = BernoulliConfig(draws, shared), Sums()
-            for layer in layers:
-                sums.add(layer, args.context, config, args.seeds)
-            distance = forced.distance(config) if forced else None
-            rows.append({"form": form, "draws": draws, **sums.row(), "tvd": distance})
+    configs = [BernoulliConfig(n, shared) for shared in FORMS.values() for n in args.draws]
+    sums = {config: Sums() for config in configs}
+    for layer in layers:
+        exact = attend(layer, args.context, None, 0).out.double()
+        for config in configs:
+            sums[config].add(layer, exact, args.context, config, args.seeds)
+    names = {shared: form for form, shared in FORMS.items()}
+    rows: list[Row] = []
+    for config in configs:
+        row = {"form": names[config.shared], "draws": config.draws, **sums[config].row()}
+        rows.append({**row, "tvd": forced.distance(config) if forced else None})
     print(
         "\nDense attention with Bernoulli scores: root mean square over layers, heads, "
         f"{args.steps} queries and {args.seeds} seeds;\nscore noise in units of the logits, "
