@@ -83,9 +83,10 @@ def capture(model: Any, tokens: torch.Tensor, context: int) -> list[Layer]:
     with steps.attention(model, CAPTURE):
         for place in range(context, tokens.shape[1]):
             steps.forward(model, model, tokens[:, place : place + 1], place, cache)
+    layers: list[Any] = cache.layers
     return [
         Layer(index, torch.stack(queries[index]), layer.keys, layer.values)
-        for index, layer in enumerate(cache.layers)
+        for index, layer in enumerate(layers)
     ]
 
 
