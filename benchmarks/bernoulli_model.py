@@ -1,7 +1,7 @@
 """What Bernoulli scores do to a real model: SmolLM2-135M after a long text.
 
-    python benchmarks/bernoulli_model.py [--context 4096] [--steps 16] [--draws 1 2 4 8 16 32 64]
-        [--seeds 8] [--tokens 32] [--model ...] [--text FILE] [--quick] [--out DIR]
+    python benchmarks/bernoulli_model.py [--context 4096] [--steps 8] [--draws 1 2 4 8 16 32 64]
+        [--seeds 4] [--tokens 32] [--model ...] [--text FILE] [--quick] [--out DIR]
 
 The queries, keys and values of every layer are taken from the model while it reads on; each query
 is then attended with Bernoulli scores and with dense weights, so that nothing else is sampled. The
@@ -305,16 +305,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--context", type=int, help="rows before the first step (default: 4096)")
-    parser.add_argument("--steps", type=int, help="queries of each layer (default: 16)")
+    parser.add_argument("--steps", type=int, help="queries of each layer (default: 8)")
     parser.add_argument("--draws", type=int, nargs="+", help="default: 1 2 4 8 16 32 64")
-    parser.add_argument("--seeds", type=int, help="of each query (default: 8)")
+    parser.add_argument("--seeds", type=int, help="of each query (default: 4)")
     parser.add_argument("--tokens", type=int, help="for the TVD, 0 for none (default: 32)")
     parser.add_argument("--model", help="as for the demo (default: the packaged SmolLM2-135M)")
     parser.add_argument("--text", help="file to read (default: Python's documentation topics)")
     parser.add_argument("--quick", action="store_true", help="256 rows, 2 steps, 2 seeds, no TVD")
     parser.add_argument("--out", type=Path, default=Path("out/bernoulli_model"), help="folder")
     args = parser.parse_args(argv)
-    usual = {"context": 4096, "steps": 16, "seeds": 8, "tokens": 32}
+    usual = {"context": 4096, "steps": 8, "seeds": 4, "tokens": 32}
     quick = {"context": 256, "steps": 2, "seeds": 2, "tokens": 0}
     for name, value in (quick if args.quick else usual).items():
         if getattr(args, name) is None:
