@@ -270,12 +270,13 @@ def bernoulli_query(
     draws : int
         n, between 1 and 1024.
     shared : bool
-        False: with M the largest ``|q_d|`` of a head, the mean of n ternary queries, each of which
-        has feature d equal to ``sign(q_d) M`` with probability ``|q_d| / M`` and to 0 otherwise
-        (arXiv 2605.01910). True: one sample of features for all heads of a group. With
-        ``m_d = sqrt(sum_h q_hd^2)`` feature d is included with probability
-        ``pi_d = 1 - (1 - m_d / max m)^n``, that with which n ternary draws of m would touch it, by
-        one systematic draw; it is then ``q_hd / pi_d`` for head h (Horvitz and Thompson 1952).
+        False: with M the largest ``|q_d|`` of a head, the mean of n ternary queries, in each of
+        which feature d is ``sign(q_d) M`` with probability ``|q_d| / M`` and 0 otherwise; the n
+        draws of a feature are stratified (arXiv 2605.01910, section 5 and appendix C). A head
+        touches feature d with probability ``min(1, n |q_d| / M)``. True: one sample of features for
+        all heads of a group. With ``m_d = sqrt(sum_h q_hd^2)`` feature d is included with
+        probability ``pi_d = min(1, n m_d / max m)``, by one systematic draw; it is then
+        ``q_hd / pi_d`` for head h (Horvitz and Thompson 1952).
     kv_heads : int
         Hkv, a divisor of Hq.
     seed, position, layer, head_offset

@@ -99,29 +99,38 @@ def bernoulli_query(
     return out
 
 
+def chances(size: torch.Tensor) -> torch.Tensor:
+    """Chance of each feature of a ternary query, int64 in units of 2^-30."""
+    return ((size / size.max()).double() * ONE).round().long()
+
+
 def ternary_means(
     q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]
 ) -> torch.Tensor:
-    """Means of ternary queries, one per head; ``[G, D]`` (arXiv 2605.01910)."""
+    """Means of stratified ternary queries, one per head; ``[G, D]`` (arXiv 2605.01910, C).
+
+    Draw i compares ``(i + u) / draws`` with the chance: all below it take the feature, all above do
+    not, and one slice is in doubt.
+    """
     out = torch.full_like(q, math.nan)
     for h, query in enumerate(q):
         largest = query.abs().max()
-        if not largest.isfinite():
-            continue
         if largest == 0:
             out[h] = 0.0
+        if largest == 0 or not largest.isfinite():
             continue
-        chances = ((query.abs() / largest).double() * ONE).round()
-        for d in range(len(query)):
-            blocks = ((i, words(h, i // 4 * len(query) + d)) for i in range(0, draws, 4))
-            drawn = [word >> 2 for i, block in blocks for word in block[: draws - i]]
-            count = sum(number < chances[d].item() for number in drawn)
-            size = largest.double() * count / draws
-            out[h, d] = torch.where(query[d] < 0, -size, size)
+        expected = chances(query.abs()) * draws
+        word = [word for d in range(0, len(query), 4) for word in words(h, d // 4)]
+        number = torch.tensor(word[: len(query)]) // 4  # 30 bits
+        counts = expected // ONE + (number < expected % ONE)
+        size = largest.double() * counts / draws
+        out[h] = torch.where(query < 0, -size, size)
     return out + 0.0  # no negative zeros
 
 
-def one_sample(q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]) -> torch.Tensor:
+def one_sample(
+    q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]
+) -> torch.Tensor:
     """One Horvitz-Thompson sample of features for all heads of a group; ``[G, D]``."""
     finite = q.isfinite().all(-1)
     out = torch.where(finite[:, None], 0.0, math.nan) * torch.ones_like(q)
@@ -131,13 +140,8 @@ def one_sample(q: torch.Tensor, draws: int, words: Callable[[int, int], list[int
     square = torch.zeros(q.shape[1])
     for query in q[finite]:
         square = square + (query / largest) * (query / largest)
-    size = square.double().sqrt().float()
-    missed, power = torch.ones(len(size)).double(), 1 - (size / size.max()).double()
-    n = draws
-    while n:  # missed = power ** draws, in the order of the kernels
-        missed = missed * power if n % 2 else missed
-        power, n = power * power, n // 2
-    inclusion = ((1 - missed) * ONE).round().long()
+    size = square.double().sqrt().float()  # correctly rounded
+    inclusion = (chances(size) * draws).clamp(max=ONE)
     low, high, *_ = words(0, 0)
     points = torch.tensor(
         thresholds("shared", 1, int(inclusion.sum()), lambda _: high * WORD + low)

@@ -279,6 +279,12 @@ SKETCH_FAULTS = [
         "  const int64_t used",
         races=True,
     ),
+    Fault(
+        "four features have one random number",
+        "bernoulli.cu",
+        "feature_word(key, d)",
+        "feature_word(key, d / 4 * 4)",
+    ),
     # ---- appending
     Fault(
         "there is room for one block more than there is",

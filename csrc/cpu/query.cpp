@@ -68,8 +68,10 @@ class Randomizer {
     const int64_t draws = params_.bernoulli.draws;
     DrawKey key = key_;
     key.global_head += h;
+    Philox4x32 words{};  // of four features
     for (int64_t d = 0; d < dim_; ++d) {
-      const int64_t count = ternary_count(key, draws, dim_, d, ternary_chance(q[d], most));
+      if (d % 4 == 0) words = random_words(key, static_cast<uint32_t>(d / 4), Stream::kFeatures);
+      const int64_t count = ternary_count(words.word[d % 4], draws, feature_chance(std::fabs(q[d]), most));
       q[d] = ternary_mean(q[d], most, count, draws);
     }
   }
@@ -90,7 +92,8 @@ class Randomizer {
     const uint64_t bits = random64(key_, 0, Stream::kFeatures);
     uint64_t before = 0;
     for (int64_t d = 0; d < dim_; ++d) {
-      const uint32_t inclusion = feature_inclusion(sizes[d] / largest_size, params_.bernoulli.draws);
+      const uint32_t inclusion =
+          feature_inclusion(feature_chance(sizes[d], largest_size), params_.bernoulli.draws);
       const bool taken = takes_feature(before, inclusion, bits);
       before += inclusion;
       for (int64_t h = 0; h < heads_; ++h) {
@@ -111,9 +114,8 @@ class Randomizer {
 
 // Groups that are worth a thread.
 int64_t grain(const DecodeParams& params) {
-  constexpr int64_t kBlocksOfWords = 2048;
-  const int64_t draws = params.bernoulli.shared ? 1 : (params.bernoulli.draws + 3) / 4;
-  return 1 + kBlocksOfWords / (draws * params.shape.group_size() * params.shape.head_dim);
+  constexpr int64_t kFeatures = 4096;
+  return 1 + kFeatures / (params.shape.group_size() * params.shape.head_dim);
 }
 
 // Whether the query of some head needs feature d of the keys; a head that is NaN is so whatever they hold.

@@ -58,7 +58,8 @@ class Randomizer {
         float q = is_finite(most) ? feature(h, d) : nan();
         if (most > 0.0f && is_finite(most)) {
           const int64_t draws = params_.bernoulli.draws;
-          q = ternary_mean(q, most, ternary_count(key, draws, dim_, d, ternary_chance(q, most)), draws);
+          const uint32_t chance = feature_chance(fabsf(q), most);
+          q = ternary_mean(q, most, ternary_count(feature_word(key, d), draws, chance), draws);
         }
         out(h)[d] = q;
       }
@@ -85,7 +86,7 @@ class Randomizer {
       const int d = base + static_cast<int>(threadIdx.x);
       const bool drawing = d < dim_ && most != 0.0f;
       const uint32_t inclusion =
-          drawing ? feature_inclusion(size(d, most) / largest_size, params_.bernoulli.draws) : 0;
+          drawing ? feature_inclusion(feature_chance(size(d, most), largest_size), params_.bernoulli.draws) : 0;
       const auto scan = block_scan<kThreads>(uint64_t{inclusion});
       const bool taken = takes_feature(before + scan.before, inclusion, bits);
       before += scan.total;

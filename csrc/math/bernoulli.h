@@ -18,23 +18,25 @@ constexpr int64_t kMaxBernoulliDraws = 1024;
 // A query of which one feature is NaN or infinite has no largest one, and is NaN as a whole.
 SANTA_HD bool is_finite(float x) { return x - x == 0.0f; }
 
-// ---- One query head (the paper): the mean of several draws of -largest, 0 or largest.
-
-// Chance that one draw takes a feature; `largest` > 0 is the head's largest |q|.
-SANTA_HD uint32_t ternary_chance(float q, float largest) {
-  return static_cast<uint32_t>(rint(static_cast<double>(std::fabs(q) / largest) * kWeightOne));
+// Chance of a feature of a ternary query, from its size and the largest one (> 0).
+SANTA_HD uint32_t feature_chance(float size, float largest) {
+  return static_cast<uint32_t>(rint(static_cast<double>(size / largest) * kWeightOne));
 }
 
-// How many of the draws take feature d. Four draws share a block of random words; fewer draws are the first ones.
-SANTA_HD int64_t ternary_count(const DrawKey& key, int64_t draws, int64_t head_dim, int64_t d, uint32_t chance) {
-  int64_t count = 0;
-  for (int64_t first = 0; first < draws; first += 4) {
-    const Philox4x32 bits = random_words(key, static_cast<uint32_t>(first / 4 * head_dim + d), Stream::kFeatures);
-    for (int64_t j = 0; j < 4 && first + j < draws; ++j) {
-      count += (bits.word[j] >> (32 - kWeightBits)) < chance ? 1 : 0;
-    }
-  }
-  return count;
+// ---- One query head (the paper): the mean of several draws of -largest, 0 or largest.
+
+// A block of random words serves four features: the word of feature d.
+SANTA_HD uint32_t feature_word(const DrawKey& key, int64_t d) {
+  return random_words(key, static_cast<uint32_t>(d / 4), Stream::kFeatures).word[d % 4];
+}
+
+// How many of the draws take a feature. They are stratified: each compares a random number of its own slice of [0,
+// 1) with the chance. Only the slice that holds the chance is in doubt, so that one random word decides.
+SANTA_HD int64_t ternary_count(uint32_t word, int64_t draws, uint32_t chance) {
+  const uint64_t expected = static_cast<uint64_t>(chance) * static_cast<uint64_t>(draws);
+  const auto part = static_cast<uint32_t>(expected & (kWeightOne - 1));
+  const bool in_doubt = (word >> (32 - kWeightBits)) < part;
+  return static_cast<int64_t>(expected >> kWeightBits) + (in_doubt ? 1 : 0);
 }
 
 // The mean of the draws.
@@ -51,15 +53,10 @@ SANTA_HD float add_feature_square(float square, float q, float largest) {
   return square + share * share;
 }
 
-// Inclusion: the chance that so many ternary draws would touch the feature, from its share of the largest one.
-SANTA_HD uint32_t feature_inclusion(float share, int64_t draws) {
-  double missed = 1.0;  // (1 - share)^draws
-  double power = 1.0 - static_cast<double>(share);
-  for (int64_t n = draws; n != 0; n >>= 1) {
-    if ((n & 1) != 0) missed *= power;
-    power *= power;
-  }
-  return static_cast<uint32_t>(rint((1.0 - missed) * kWeightOne));
+// Inclusion: the chance that any of so many stratified draws of the combined query takes the feature.
+SANTA_HD uint32_t feature_inclusion(uint32_t chance, int64_t draws) {
+  const uint64_t expected = static_cast<uint64_t>(chance) * static_cast<uint64_t>(draws);
+  return expected < kWeightOne ? static_cast<uint32_t>(expected) : kWeightOne;
 }
 
 // Features are drawn as rows are: where the running sum of inclusions passes one of the shared thresholds.
