@@ -20,9 +20,15 @@ struct BlockPass {
   int64_t index;
 
   [[gnu::always_inline]] void ask(const BlockTile& tile, int64_t pair) const {
+    const int64_t share = index * (Isa::kLanes / 2) + pair;
+    const T* rows_ahead = static_cast<const T*>(tile.rows_ahead.data);
+    for (int64_t i = tile.rows_ahead.rows * share / kShares; i < tile.rows_ahead.rows * (share + 1) / kShares;
+         ++i) {
+      const char* row = reinterpret_cast<const char*>(rows_ahead + tile.rows_ahead.offsets[i]);
+      for (int64_t at = 0; at < tile.row_bytes; at += kLineBytes) prefetch_far(row + at);
+    }
     if (tile.ahead == nullptr) return;
     const int64_t features = tile.lane_ends[Isa::kLanes - 1];
-    const int64_t share = index * (Isa::kLanes / 2) + pair;
     const char* ahead = static_cast<const char*>(tile.ahead);
     for (int64_t i = features * share / kShares; i < features * (share + 1) / kShares; ++i) {
       const char* run = ahead + tile.ascending[i] * kRunBytes;

@@ -44,6 +44,8 @@ struct BlockTile {
   const int32_t* ascending;  // the same features, ascending: memory likes to be asked in its own order
   const void* block;         // [head_dim, kSketchRows]
   const void* ahead;         // a block that is read later, asked of memory meanwhile; null: none
+  RowsAhead rows_ahead;      // or rows of so many bytes
+  int64_t row_bytes;
   float scale;
   float* scores;  // [heads, scores_stride]
   int64_t scores_stride;

@@ -6,6 +6,11 @@
 #include "stage_timer.h"
 
 namespace santa::cpu {
+namespace {
+
+constexpr int64_t kAskedBytes = 16384;  // that are asked of memory before they are turned to (measured)
+
+}  // namespace
 
 Scorer::Scorer(const Step& step, bool reads_values)
     : step_(step), reads_values_(reads_values), mask_(step.params.mask) {
@@ -28,12 +33,14 @@ void Scorer::list(const ChunkTask& task, AttendedRows* attended) const {
   if (attended->all) {
     attended->count = attended->rows;
     attended->unpacked = std::min(first, attended->rows);
+    list_blocks(task, attended);
     params.k.offsets(b, kv, attended->begin + attended->unpacked, attended->rows - attended->unpacked,
                      attended->key_offsets + attended->unpacked);
     if (reads_values_) params.v.offsets(b, kv, attended->begin, attended->rows, attended->value_offsets);
     return;
   }
   attended->count = 0;
+  attended->asked = 0;
   attended->unpacked = 0;
   const int64_t heads = mask_.same_for_all_heads() ? 1 : step_.group_size();
   for (int64_t j = 0; j < attended->rows; ++j) {
@@ -49,9 +56,25 @@ void Scorer::list(const ChunkTask& task, AttendedRows* attended) const {
   }
 }
 
+// The beginning of the first block, in pieces as long as rows of V: whoever works through those asks for it.
+void Scorer::list_blocks(const ChunkTask& task, AttendedRows* attended) const {
+  const DecodeShape& shape = step_.shape;
+  const KeyBlocks& keys = step_.params.key_blocks;
+  attended->asked = 0;
+  if (attended->blocks == 0 || !reads_values_ || step_.params.sparse_query) return;
+  const int64_t numbers = std::min(kAskedBytes / element_size(shape.dtype), shape.head_dim * kSketchRows);
+  attended->asked = std::min(attended->unpacked, numbers / shape.value_dim);
+  const int64_t first =
+      keys.offset(step_.batch_of(task.group), task.group % shape.kv_heads, task.chunk * kSketchesPerChunk);
+  for (int64_t i = 0; i < attended->asked; ++i) attended->key_offsets[i] = first + i * shape.value_dim;
+}
+
 RowsAhead Scorer::keys_ahead() const {
   if (!listed_) return {};
   const AttendedRows& attended = lists_[current_];
+  if (attended.blocks != 0) {
+    return {.data = step_.params.key_blocks.data, .offsets = attended.key_offsets, .rows = attended.asked};
+  }
   return {.data = step_.params.k.data,
           .offsets = attended.key_offsets + attended.unpacked,
           .rows = attended.count - attended.unpacked};
@@ -63,6 +86,8 @@ int64_t Scorer::score_blocks(const ChunkTask& task, const AttendedRows& attended
   const DecodeShape& shape = step_.shape;
   const KeyBlocks& keys = step_.params.key_blocks;
   const int64_t size = element_size(shape.dtype);
+  const int64_t value_bytes = shape.value_dim * size;
+  const int64_t packed_rows = keys.packed_rows(step_.batch_of(task.group));
   const int64_t first = task.chunk * kSketchesPerChunk;
   int64_t read = 0;
   int64_t at = 0;  // in the list of attended rows
@@ -74,7 +99,15 @@ int64_t Scorer::score_blocks(const ChunkTask& task, const AttendedRows& attended
     }
     const int64_t offset = keys.offset(step_.batch_of(task.group), task.group % shape.kv_heads, first + block);
     const char* start = static_cast<const char*>(keys.data) + offset * size;
-    const bool more = (first + block + 2) * kSketchRows <= keys.packed_rows(step_.batch_of(task.group));
+    // After the last block of a chunk V is read, if at all; then the keys of the next chunk.
+    const bool values_next = reads_values_ && block + 1 == attended.blocks;
+    const bool more = !values_next && (first + block + 2) * kSketchRows <= packed_rows;
+    RowsAhead values;
+    if (values_next) {
+      values = {.data = step_.params.v.data,
+                .offsets = attended.value_offsets,
+                .rows = std::min(attended.count, 1 + kAskedBytes / value_bytes)};
+    }
     step_.kernels.score_block[static_cast<int>(shape.dtype)](
         {.q = step_.block_query(task.group),
          .q_stride = step_.plan.block_stride,
@@ -84,6 +117,8 @@ int64_t Scorer::score_blocks(const ChunkTask& task, const AttendedRows& attended
          .ascending = step_.ascending(task.group),
          .block = start,
          .ahead = more ? start + keys.block_stride * size : nullptr,
+         .rows_ahead = values,
+         .row_bytes = value_bytes,
          .scale = step_.params.scale,
          .scores = scores + block * kSketchRows,
          .scores_stride = stride});

@@ -15,9 +15,10 @@ struct AttendedRows {
   int64_t count;                      // attended ones
   bool all;                           // every head attends every row, nothing is added to its scores
   int64_t blocks;                     // first ones of the chunk that are scored from key_blocks
+  int64_t asked;                      // entries of `key_offsets` that say where the first block begins
   int64_t unpacked;                   // attended rows before the first one that is not in those blocks
   int16_t local[kChunkRows];          // [count]: row minus `begin`, ascending; not filled where `all`
-  int64_t key_offsets[kChunkRows];    // [count]: in K; from `unpacked` on
+  int64_t key_offsets[kChunkRows];    // [count]: in K, from `unpacked` on; before it, see `asked`
   int64_t value_offsets[kChunkRows];  // [count]: in V; only where V is read with K
 
   int64_t row(int64_t i) const { return begin + (all ? i : local[i]); }
@@ -40,6 +41,7 @@ class Scorer {
 
  private:
   void list(const ChunkTask& task, AttendedRows* attended) const;
+  void list_blocks(const ChunkTask& task, AttendedRows* attended) const;
   int64_t score_blocks(const ChunkTask& task, const AttendedRows& attended, float* scores, int64_t stride) const;
   int64_t score_rows(int64_t group, const AttendedRows& attended, float* scores, int64_t stride);
   void select(int64_t group, const AttendedRows& attended, int64_t padded_rows, float* scores,
