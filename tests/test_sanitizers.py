@@ -16,7 +16,7 @@ from build_tools.environment import find_compiler
 
 SANITIZERS = "-fsanitize=address,undefined"
 FLAGS = f"-std=c++20 -O1 -g1 -ffp-contract=off -fno-omit-frame-pointer {SANITIZERS}".split()
-FLAGS += ["-fno-sanitize-recover=all", "-Icsrc"]
+FLAGS += ["-fno-sanitize-recover=all", "-Icsrc", "-Itests/cpp"]
 # What knows torch, and what registers operators, stays out.
 TORCH_SIDE = {"machine.cpp", "ops.cpp", "stages.cpp"}
 
@@ -42,7 +42,8 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sources = [path for path in sources if path.name not in TORCH_SIDE]
     sources.append(root / "tests/cpp/test_kernels.cpp")
     digest = hashlib.sha256(" ".join([find_compiler(), *FLAGS]).encode())
-    for path in [*sources, *sorted((root / "csrc").rglob("*.h"))]:
+    headers = [*sorted((root / "csrc").rglob("*.h")), root / "tests/cpp/test_kernels.h"]
+    for path in [*sources, *headers]:
         digest.update(path.read_bytes())
     cache = request.config.cache
     assert cache is not None
