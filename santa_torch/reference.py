@@ -128,9 +128,7 @@ def ternary_means(
     return out + 0.0  # no negative zeros
 
 
-def one_sample(
-    q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]
-) -> torch.Tensor:
+def one_sample(q: torch.Tensor, draws: int, words: Callable[[int, int], list[int]]) -> torch.Tensor:
     """One Horvitz-Thompson sample of features for all heads of a group; ``[G, D]``."""
     finite = q.isfinite().all(-1)
     out = torch.where(finite[:, None], 0.0, math.nan) * torch.ones_like(q)

@@ -72,13 +72,13 @@ inline void add_lane(const BlockTile& tile, const T* rows, int64_t head, int32_t
 
 template <class T, int kHeadsHere, bool kAsk>
 inline void score_pass(const BlockTile& tile, const BlockPass<T>& pass, int64_t head) {
-  constexpr int kPairs = static_cast<int>(Isa::kLanes) / 2;
+  constexpr int64_t kPairs = Isa::kLanes / 2;
   constexpr int kLevels = kPairs == 8 ? 3 : kPairs == 4 ? 2 : 1;
   static_assert(kPairs == 1 << kLevels);
   BlockSum<kHeadsHere> waiting[kLevels];
   BlockSum<kHeadsHere> sum;
   int32_t from = 0;
-  for (int pair = 0; pair < kPairs; ++pair) {
+  for (int64_t pair = 0; pair < kPairs; ++pair) {
     if constexpr (kAsk) pass.ask(tile, pair);
     BlockSum<kHeadsHere> right;
     const int32_t middle = tile.lane_ends[2 * pair];
