@@ -128,9 +128,9 @@ def squared_error(q: torch.Tensor, draws: int, form: str) -> float:
 
 
 def count(name: str, fitted: Fitted, draws: int) -> Row:
-    """Features counted, in per cent, beside the rule of independent draws; errors of the scores."""
+    """Features counted, in per cent, beside their rule; errors of the scores."""
     row: Row = {"model": name, "draws": draws}
-    expected = access(fitted.queries, draws, independent)
+    expected = access(fitted.queries, draws, stratified)
     totals: dict[str, list[tuple[float, int]]] = {}
     for q in fitted.queries.split(BATCH):
         mean, heads, dim = q.abs().mean(1, keepdim=True), q.shape[1], q.shape[2]
@@ -277,8 +277,8 @@ def run(args: argparse.Namespace) -> None:
     print(show_comparison(comparison), flush=True)
     counts = [count(name, each[0], draws) for name, each in fitted.items() for draws in args.draws]
     print(
-        "\nCounted by the operators on the log-normal queries (in brackets the rule of independent "
-        "draws), %,\nand squared errors of the scores over the squared scores.\n"
+        "\nCounted by the operators on the log-normal queries (in brackets what stratified draws "
+        "touch on average), %,\nand squared errors of the scores over the squared scores.\n"
     )
     print(show_counts(counts))
     for file, rows in (("queries", queries), ("access", comparison), ("counts", counts)):

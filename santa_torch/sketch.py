@@ -44,8 +44,9 @@ class KeySketch:
     seq_lens : Tensor, optional
         int64 ``[B]`` on the device of ``k``: rows of each sequence. Default L.
     capacity : int, optional
-        Rows to make room for. With it the tensors never move, as a compiled step wants it, and an
-        append past it fails; without it they grow by half when they are full.
+        Rows to make room for. With it the tensors do not move while the batch stays as large, as a
+        compiled step wants it, and an append past it fails; without it they grow by half when they
+        are full.
 
     Attributes
     ----------
@@ -165,13 +166,17 @@ class KeySketch:
         self.rows.copy_(kept)
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """Let the batch be its sequences ``indices``, int64 ``[B']``: beams, repeats, a choice."""
+        """Let the batch be its sequences ``indices``, int64 ``[B']``: beams, repeats, a choice.
+
+        In the same memory where the batch stays as large.
+        """
         if not isinstance(indices, torch.Tensor) or indices.ndim != 1:
             raise ValueError(f"indices must be an int64 tensor [B'], got {_describe(indices)}")
         with torch.inference_mode(False), torch.no_grad():
-            self.blocks = self.blocks.index_select(0, indices)
-            self.open_rows = self.open_rows.index_select(0, indices)
-            self.rows = self.rows.index_select(0, indices)
+            for name in ("blocks", "open_rows", "rows"):
+                old: torch.Tensor = getattr(self, name)
+                new = old.index_select(0, indices)
+                setattr(self, name, old.copy_(new) if new.shape == old.shape else new)
 
     def reset(self) -> None:
         """Forget all rows and keep the memory."""

@@ -113,10 +113,16 @@ def test_reorder_and_reset(backend: str) -> None:
     sketch = KeySketch(k, seq_lens=torch.tensor([100, 64, 3]))
     sketch.reorder(torch.tensor([2, 0, 0, 1]))
     assert_holds(sketch, [k[2, :, :3], k[0], k[0], k[1, :, :64]])
+    memory = sketch.blocks.data_ptr()
+    sketch.reorder(torch.tensor([1, 1, 2, 3]))
+    assert sketch.blocks.data_ptr() == memory
+    assert_holds(sketch, [k[0], k[0], k[0], k[1, :, :64]])
+    sketch.reorder(torch.tensor([3, 0, 1, 2]))
+    assert_holds(sketch, [k[1, :, :64], k[0], k[0], k[0]])
     other = copy.deepcopy(sketch)
     sketch.reset()
     assert_holds(sketch, [k[0, :, :0]] * 4)
-    assert_holds(other, [k[2, :, :3], k[0], k[0], k[1, :, :64]])
+    assert_holds(other, [k[1, :, :64], k[0], k[0], k[0]])
 
 
 def test_full_capacity(fast_backend: str) -> None:

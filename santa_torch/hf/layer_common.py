@@ -175,7 +175,7 @@ class SantaLayerBase(CacheLayerMixin):
         else:
             self._adopt(*chosen)
         if self.sketch is not None:
-            _reorder(self.sketch, places)
+            self.sketch.reorder(places)
 
     def _make_sketch(self, keys: torch.Tensor, capacity: int) -> None:
         """Start the sketch anew from ``keys`` ``[B, Hkv, rows, D]``, with room for ``capacity``."""
@@ -224,16 +224,6 @@ class SantaLayerBase(CacheLayerMixin):
                 "SantaCache: keys or values of a layer were replaced from outside; "
                 "use crop, reset, reorder_cache or the batch_* methods"
             )
-
-
-def _reorder(sketch: KeySketch, places: torch.Tensor) -> None:
-    """``sketch.reorder``, in the same memory where the batch stays as large."""
-    held = {name: getattr(sketch, name) for name in ("blocks", "open_rows", "rows")}
-    sketch.reorder(places)
-    for name, tensor in held.items():
-        moved = getattr(sketch, name)
-        if moved.shape == tensor.shape:
-            setattr(sketch, name, tensor.copy_(moved))
 
 
 def new_buffer(like: torch.Tensor, rows: int, *, zero: bool) -> torch.Tensor:
