@@ -30,7 +30,8 @@ class BernoulliConfig:
     Parameters
     ----------
     draws : int
-        How often each feature is drawn, 1 to 1024. More draws use more features, with less noise.
+        n, 1 to 1024. A feature that is a share p of the largest one is used with probability
+        ``min(1, n p)``: more draws use more features, with less noise.
     shared : bool
         True: one sample of features per key/value head, drawn from the query heads of its group
         together. False: one per query head, as in the SANTA paper; a group then reads the union.

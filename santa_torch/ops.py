@@ -304,7 +304,7 @@ def bernoulli_query(
     query: torch.Tensor = torch.ops.santa.bernoulli_query(
         q.detach(),
         draws=_integer("draws", draws),
-        shared=shared,
+        shared=_flag("shared", shared),
         kv_heads=_integer("kv_heads", kv_heads),
         seed=_as_tensor("seed", seed, q),
         position=_as_tensor("position", position, q),
@@ -355,7 +355,7 @@ def score(
         softcap=_number("softcap", softcap),
         key_blocks=key_blocks,
         block_rows=block_rows,
-        sparse_query=sparse_query,
+        sparse_query=_flag("sparse_query", sparse_query),
     )
     sources = q, k, *_given(mask=mask).values()
     return inference_only(scores, *sources), inference_only(maxima, *sources)
@@ -478,6 +478,12 @@ def _integer(name: str, value: Any) -> int:
     if number is None or not _INT64_MIN <= number <= _INT64_MAX:
         raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}")
     return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -68,8 +68,8 @@ class KeySketch:
 
     Notes
     -----
-    On CUDA nothing waits for the device: lengths are not checked there, and rows past ``capacity``
-    are dropped.
+    On CUDA nothing but growing waits for the device: lengths are not checked there, and rows past
+    ``capacity`` are dropped.
 
     Examples
     --------
@@ -109,7 +109,7 @@ class KeySketch:
         self.append(k, seq_lens)
 
     def append(self, k: torch.Tensor, num_rows: torch.Tensor | None = None) -> None:
-        """Append rows to each sequence, in place and without waiting for the device.
+        """Append rows to each sequence, in place; only to grow it waits for the device.
 
         Parameters
         ----------
@@ -127,16 +127,16 @@ class KeySketch:
             raise ValueError(f"k must be a tensor [B, Hkv, n, D], got {_describe(k)}")
         if num_rows is not None and not isinstance(num_rows, torch.Tensor):
             raise ValueError(f"num_rows must be an int64 tensor [B], got {num_rows!r}")
-        if not self._fixed and (self._most + k.shape[2]) // BLOCK_ROWS > self.blocks.shape[2]:
-            self._grow((self._most + k.shape[2]) // BLOCK_ROWS)
+        if not self._fixed and self._blocks_for(k.shape[2]) > self.blocks.shape[2]:
+            # Crops and ragged appends may have left less than that: only here the device is asked.
+            self._most = int(self.rows.max()) if self.rows.numel() else 0
+            if self._blocks_for(k.shape[2]) > self.blocks.shape[2]:
+                self._grow(self._blocks_for(k.shape[2]))
         torch.ops.santa.sketch_append(
             self.blocks, self.open_rows, self.rows, k.detach(), num_rows=num_rows
         )
-        if self._fixed:
-            return
-        self._most += k.shape[2]
-        if num_rows is not None and self.rows.is_cpu and self.rows.numel() != 0:
-            self._most = int(self.rows.max())
+        if not self._fixed:
+            self._most += k.shape[2]
 
     def crop(self, rows: int | torch.Tensor) -> None:
         """Keep at most the first ``rows`` rows of each sequence.
@@ -215,6 +215,9 @@ class KeySketch:
             f"KeySketch(batch {batch}, {heads} KV heads, {dim} features of {self.bits} bits, "
             f"room for {self.capacity} rows)"
         )
+
+    def _blocks_for(self, more: int) -> int:
+        return (self._most + more) // BLOCK_ROWS
 
     def _grow(self, blocks: int) -> None:
         old = self.blocks

@@ -369,6 +369,15 @@ def test_rule16_bad_argument(
         assert word in str(caught.value)
 
 
+def test_rule16_flags() -> None:
+    inputs = Case().inputs()
+    for wrong in (1, "yes", None):
+        with pytest.raises(ValueError, match="shared must be True or False"):
+            query(inputs.q, draws=1, kv_heads=2, shared=wrong)
+        with pytest.raises(ValueError, match="sparse_query must be True or False"):
+            santa_torch.score(inputs.q, inputs.k, sparse_query=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("draws", [-1, 1025, 2**40])
 def test_rule16_draws_of_the_operator(backend: str, draws: int) -> None:
     inputs = Case().inputs()

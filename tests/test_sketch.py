@@ -106,6 +106,11 @@ def test_a_crop_gives_room_back(backend: str) -> None:
         sketch.append(k[:, :, 500:])
     assert sketch.capacity == room
     assert_holds(sketch, list(k))
+    for _ in range(5):
+        sketch.crop(torch.tensor([500]))
+        sketch.append(k[:, :, 500:])
+    assert sketch.capacity == room
+    assert_holds(sketch, list(k))
 
 
 def test_reorder_and_reset(backend: str) -> None:
