@@ -85,7 +85,13 @@ def _on_gpu(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         moved = [transplant(x) for x in args]
         given = {key: transplant(x) for key, x in kwargs.items()}
-        results = getattr(torch.ops.santa, name)(*moved, **given)
+        operator = getattr(torch.ops.santa, name)
+        results = operator(*moved, **given)
+        for at, argument in enumerate(operator.default._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                args[at].copy_(moved[at])
+        if results is None:
+            return None
         if isinstance(results, torch.Tensor):
             return results.cpu()
         return tuple(result.cpu() for result in results)
