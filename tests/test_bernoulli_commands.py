@@ -87,10 +87,10 @@ def test_model(
     assert [(row["form"], row["draws"]) for row in rows] == [
         (form, draws) for form in ("paper", "shared") for draws in ("4", "64")
     ]
-    for few, many in (rows[:2], rows[2:]):
+    for few, many in (rows[:2], rows[2:]):  # of many draws, one sample may leave nothing to chance
         assert float(few["features"]) < float(many["features"]) <= 100
-        assert 0 < float(many["error"]) < float(few["error"])
-        assert 0 < float(many["tvd"]) < float(few["tvd"])
+        assert 0 <= float(many["error"]) < float(few["error"])
+        assert 0 <= float(many["tvd"]) < float(few["tvd"])
         assert 0 < float(few["left"]) <= float(few["noise"])
     assert float(rows[2]["features"]) < float(rows[0]["features"])
     assert "kurtosis of the queries" in capsys.readouterr().out

@@ -27,7 +27,11 @@ SANTA_HD uint32_t feature_chance(float size, float largest) {
 
 // A block of random words serves four features: the word of feature d.
 SANTA_HD uint32_t feature_word(const DrawKey& key, int64_t d) {
-  return random_words(key, static_cast<uint32_t>(d / 4), Stream::kFeatures).word[d % 4];
+  const Philox4x32 bits = random_words(key, static_cast<uint32_t>(d / 4), Stream::kFeatures);
+  // Chosen, not indexed: a GPU has no registers by number.
+  const uint32_t low = d % 2 == 0 ? bits.word[0] : bits.word[1];
+  const uint32_t high = d % 2 == 0 ? bits.word[2] : bits.word[3];
+  return d % 4 < 2 ? low : high;
 }
 
 // How many of the draws take a feature. They are stratified: each compares a random number of its own slice of [0,
