@@ -8,8 +8,8 @@ the channel scales and the likeness of the heads to what one draw reads, by head
 Llama the spread to what four draws of the mean query read. Ranges are those over four shapes of the
 channel scales and over ``--repeats`` sets of random numbers.
 
-Then the operators themselves: features counted by ``DecodeStats.key_features`` beside what their
-rules say, and the squared error of the scores for keys whose features are uncorrelated.
+Then the operators themselves: features counted by ``DecodeStats.key_features`` beside what is
+predicted, and the squared error of the scores for keys whose features are uncorrelated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from bernoulli_queries import (
     SHAPES,
     Fitted,
     Paper,
-    Rule,
     access,
     fit_bitnet,
     fit_llama,
-    independent,
     most_at_twice,
-    stratified,
 )
 from bernoulli_report import Row, StudyError, axes, table, write_csv
 
@@ -66,20 +63,15 @@ def matched(paper: Paper, kind: str, draws: int) -> bool:
 
 
 def compare(paper: Paper, fitted: Sequence[Fitted]) -> list[Row]:
-    """The paper's figures beside the two rules' on the same queries, in per cent."""
+    """The paper's figures beside what is predicted, in per cent."""
     rows = []
     for kind in KINDS:
         for draws, share in getattr(paper, kind).items():
-            both: list[tuple[str, Rule]] = [
-                ("stratified", stratified),
-                ("independent", independent),
-            ]
+            shares = [100 * getattr(access(f.queries, draws), kind) for f in fitted]
+            logs = [s for f, s in zip(fitted, shares, strict=True) if f.shape == "log-normal"]
             row: Row = {"model": paper.name, "query": kind, "draws": draws, "paper": share}
-            for name, rule in both:
-                shares = [100 * getattr(access(f.queries, draws, rule), kind) for f in fitted]
-                logs = [s for f, s in zip(fitted, shares, strict=True) if f.shape == "log-normal"]
-                row[name] = sum(logs) / len(logs)
-                row[f"{name} low"], row[f"{name} high"] = min(shares), max(shares)
+            row["predicted"] = sum(logs) / len(logs)
+            row["low"], row["high"] = min(shares), max(shares)
             half = getattr(paper, kind).get(draws // 2) if draws > 1 else None
             # The paper rounds to tenths; half of one in favour of independent draws.
             bound = None if half is None else 100 * most_at_twice((half + 0.05) / 100)
@@ -128,9 +120,9 @@ def squared_error(q: torch.Tensor, draws: int, form: str) -> float:
 
 
 def count(name: str, fitted: Fitted, draws: int) -> Row:
-    """Features counted, in per cent, beside their rule; errors of the scores."""
+    """Features counted, in per cent, beside those predicted; errors of the scores."""
     row: Row = {"model": name, "draws": draws}
-    expected = access(fitted.queries, draws, stratified)
+    expected = access(fitted.queries, draws)
     totals: dict[str, list[tuple[float, int]]] = {}
     for q in fitted.queries.split(BATCH):
         mean, heads, dim = q.abs().mean(1, keepdim=True), q.shape[1], q.shape[2]
@@ -147,7 +139,7 @@ def count(name: str, fitted: Fitted, draws: int) -> Row:
     for key, parts in totals.items():
         row[key] = sum(value * size for value, size in parts) / len(fitted.queries)
     for kind in KINDS:
-        row[f"{kind} rule"] = 100 * getattr(expected, kind)
+        row[f"{kind} predicted"] = 100 * getattr(expected, kind)
     return row
 
 
@@ -156,7 +148,6 @@ def show_comparison(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         bound = row["most of independent"]
-        low, high = (f"{row[f'stratified {end}']:.1f}" for end in ("low", "high"))
         note = " matched" if row["matched"] else ""
         lines.append(
             [
@@ -164,12 +155,11 @@ def show_comparison(rows: Sequence[Row]) -> str:
                 {"head": "one head", "union": "group", "mean": "mean query"}[row["query"]],
                 str(row["draws"]),
                 f"{row['paper']:.1f}",
-                f"{row['stratified']:.1f} [{low}, {high}]{note}",
-                f"{row['independent']:.1f}",
+                f"{row['predicted']:.1f} [{row['low']:.1f}, {row['high']:.1f}]{note}",
                 "" if bound is None else f"{bound:.1f}" + " <" * row["beyond independent"],
             ]
         )
-    head = ("model", "read by", "draws", "paper", "stratified", "independent", "at most")
+    head = ("model", "read by", "draws", "paper", "predicted", "independent: at most")
     return table(head, lines)
 
 
@@ -179,13 +169,13 @@ def show_counts(rows: Sequence[Row]) -> str:
         [
             row["model"],
             str(row["draws"]),
-            *(f"{row[f'{kind} read']:.1f} ({row[f'{kind} rule']:.1f})" for kind in KINDS),
+            *(f"{row[f'{kind} read']:.1f} ({row[f'{kind} predicted']:.1f})" for kind in KINDS),
             f"{row['shared read']:.1f}",
             *(f"{row[f'{form} error']:.3g}" for form in ("union", "mean", "shared")),
         ]
         for row in rows
     ]
-    head = ("model", "draws", "head (rule)", "group (rule)", "mean (rule)", "shared")
+    head = ("model", "draws", "one head", "group", "mean query", "shared")
     return table([*head, "error: paper", "mean", "shared"], lines)
 
 
@@ -203,11 +193,9 @@ def draw(comparison: Sequence[Row], counts: Sequence[Row], path: Path) -> bool:
                 continue
             x = [row["draws"] for row in rows]
             panel.plot(x, [row["paper"] for row in rows], "o", color=colour, label=f"paper, {kind}")
-            panel.plot(x, [row["stratified"] for row in rows], color=colour, label="stratified")
-            low, high = ([row[f"stratified {end}"] for row in rows] for end in ("low", "high"))
+            panel.plot(x, [row["predicted"] for row in rows], color=colour, label="predicted")
+            low, high = ([row[end] for row in rows] for end in ("low", "high"))
             panel.fill_between(x, low, high, color=colour, alpha=0.2)
-            independents = [row["independent"] for row in rows]
-            panel.plot(x, independents, ":", color=colour, label="independent")
         panel.set(xscale="log", xlabel="draws", ylabel="% of the features", ylim=(0, 102))
         panel.legend(fontsize=7, frameon=False)
     for name, style in ((BITNET.name, "-"), (LLAMA.name, "--")):
@@ -271,14 +259,14 @@ def run(args: argparse.Namespace) -> None:
     comparison = [row for paper in papers for row in compare(paper, fitted[paper.name])]
     print(
         f"\nKey features read, %: log-normal scales [range over {len(SHAPES)} shapes and "
-        f"{args.repeats} sets of random numbers]. 'at most': what independent draws can read, "
-        "given the paper's\nfigure at half as many; '<' where the paper reads more.\n"
+        f"{args.repeats} sets of random numbers]. 'at most': what\nindependent draws could read, "
+        "given the paper's figure at half as many; '<' where the paper reads more.\n"
     )
     print(show_comparison(comparison), flush=True)
     counts = [count(name, each[0], draws) for name, each in fitted.items() for draws in args.draws]
     print(
-        "\nCounted by the operators on the log-normal queries (in brackets what stratified draws "
-        "touch on average), %,\nand squared errors of the scores over the squared scores.\n"
+        "\nCounted by the operators on the log-normal queries (in brackets what is predicted), %,"
+        "\nand squared errors of the scores over the squared scores.\n"
     )
     print(show_counts(counts))
     for file, rows in (("queries", queries), ("access", comparison), ("counts", counts)):

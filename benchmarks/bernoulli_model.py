@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bernoulli_queries import (
-    Queries,
-    Rule,
-    access,
-    independent,
-    kurtosis,
-    match,
-    stratified,
-)
+from bernoulli_queries import Queries, access, kurtosis, match
 from bernoulli_report import Row, StudyError, axes, table, write_csv
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -237,14 +229,12 @@ def predict(layers: Sequence[Layer], draws: Sequence[int]) -> tuple[str, list[Ro
         f" likeness of the heads of a group {alike:.2f}"
     )
     rows = []
-    both: list[tuple[str, Rule]] = [("independent", independent), ("stratified", stratified)]
-    for name, rule in both:
-        for count in draws:
-            row: Row = {"rule": name, "draws": count}
-            for who, q in (("model", real), ("synthetic", made(spread, alike))):
-                found = access(q, count, rule)
-                row |= {f"{who} {kind}": 100 * share for kind, share in vars(found).items()}
-            rows.append(row)
+    for count in draws:
+        row: Row = {"draws": count}
+        for who, q in (("model", real), ("synthetic", made(spread, alike))):
+            shares = vars(access(q, count))
+            row |= {f"{who} {kind}": 100 * share for kind, share in shares.items()}
+        rows.append(row)
     return text, rows
 
 
@@ -278,8 +268,8 @@ def show_queries(rows: Sequence[Row]) -> str:
             f"{row[f'model {kind}']:.1f} ({row[f'synthetic {kind}']:.1f})"
             for kind in ("head", "union", "mean")
         ]
-        lines.append([row["rule"], str(row["draws"]), *cells])
-    return table(["draws are", "draws", "one head", "group", "mean query"], lines)
+        lines.append([str(row["draws"]), *cells])
+    return table(["draws", "one head", "group", "mean query"], lines)
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:

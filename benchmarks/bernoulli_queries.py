@@ -71,17 +71,12 @@ def kurtosis(q: torch.Tensor) -> float:
 
 # ---- which features are touched ------------------------------------------------------------------
 
-#: Chance that n draws touch a feature whose chance in one draw is p.
-Rule = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-def independent(p: torch.Tensor, draws: int) -> torch.Tensor:
-    """Draws that know nothing of each other: ``1 - (1 - p)^n``."""
-    return 1 - (1 - p) ** draws
-
 
 def stratified(p: torch.Tensor, draws: int) -> torch.Tensor:
-    """One uniform number in each of n equal slices of [0, 1): ``min(1, n p)``."""
+    """Chance that n draws touch a feature whose chance in one draw is p: ``min(1, n p)``.
+
+    That of one uniform number in each of n equal slices of [0, 1), as in the paper's tables.
+    """
     return (p * draws).clamp(max=1)
 
 
@@ -107,19 +102,19 @@ class Access:
     mean: float
 
 
-def access(q: torch.Tensor, draws: int, rule: Rule) -> Access:
+def access(q: torch.Tensor, draws: int) -> Access:
     """What ``draws`` draws touch of queries ``[..., heads, dim]`` on average."""
-    head = rule(chances(q), draws)
+    head = stratified(chances(q), draws)
     union = 1 - (1 - head).prod(-2)
-    mean = rule(chances(q.abs().mean(-2)), draws)
+    mean = stratified(chances(q.abs().mean(-2)), draws)
     return Access(*(float(part.double().mean()) for part in (head, union, mean)))
 
 
 def most_at_twice(share: float) -> float:
-    """The most that twice as many independent draws can touch, whatever the queries are.
+    """The most that twice as many independent draws could touch, whatever the queries are.
 
-    With x the chance that n draws miss a feature, ``2 n`` miss it with ``x^2``, and a mean of
-    squares is no smaller than the square of the mean (Jensen).
+    With x the chance that n of them miss a feature, ``2 n`` miss it with ``x^2``, and a mean of
+    squares is no smaller than the square of the mean (Jensen). Who reads more has not drawn so.
     """
     return 1 - (1 - share) ** 2
 
@@ -212,13 +207,13 @@ def fit_bitnet(shape: str, groups: int, seed: int = 0) -> Fitted:
     """Match what one draw touches: by a head (the spread), by the group (how alike heads are)."""
     queries = Queries(shape, groups, BITNET.heads, BITNET.dim, seed)
     spread = match(
-        lambda spread: access(queries(spread), 1, stratified).head,
+        lambda spread: access(queries(spread), 1).head,
         BITNET.head[1] / 100,
         0.0,
         queries.widest,
     )
     alike = match(
-        lambda alike: access(queries(spread, alike), 1, stratified).union,
+        lambda alike: access(queries(spread, alike), 1).union,
         BITNET.union[1] / 100,
         0.0,
         0.99,
@@ -231,7 +226,7 @@ def fit_llama(shape: str, groups: int, alike: float, seed: int = 0) -> Fitted:
     """Match what four draws of the mean query touch."""
     queries = Queries(shape, groups, LLAMA.heads, LLAMA.dim, seed)
     spread = match(
-        lambda spread: access(queries(spread, alike), 4, stratified).mean,
+        lambda spread: access(queries(spread, alike), 4).mean,
         LLAMA.mean[4] / 100,
         0.0,
         queries.widest,
